@@ -1,0 +1,1 @@
+//! Only one at a time, on Postgres.
