@@ -1,0 +1,235 @@
+-- Leases: a name, and the grant that holds it or held it last.
+--
+-- A grant is the pair (token, grant_id). The token orders grants; the grant id, a fresh uuid of each
+-- acquire, tells apart two grants with one token, which an asynchronous failover can produce.
+-- Holding is being granted and not released, by a living owner (or none), before the cap (if any):
+--
+--     released_at IS NULL AND (owner IS NULL OR owner alive) AND (expires_at IS NULL OR expires_at > clock)
+--
+-- The row outlives the release, so that tokens of a name never restart.
+
+CREATE TABLE fencepost.leases (
+    name        text        PRIMARY KEY,
+    token       bigint      NOT NULL CHECK (token > 0),
+    grant_id    uuid        NOT NULL,
+    owner       uuid,       -- null: held without a heartbeat, until expires_at
+    label       text        NOT NULL,
+    granted_at  timestamptz NOT NULL,
+    expires_at  timestamptz,-- null: as long as the owner lives
+    released_at timestamptz,
+    metadata    jsonb,
+    CHECK (owner IS NOT NULL OR expires_at IS NOT NULL)
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
+        autovacuum_vacuum_cost_delay = 0);
+-- No other index: every grant and release stays a HOT update.
+REVOKE ALL ON fencepost.leases FROM PUBLIC;
+
+-- acquire(name, …): the lease for this grant id, or who holds it.
+--
+--   granted   token, grant_id, remaining life
+--   refused   the holder's token, label and remaining life (an upper bound: it may beat again);
+--             remaining <= 0: its time is over and a fenced write of it is still open: soon free
+--
+-- With an owner it lives as long as the owner, and p_at_most caps the hold. Without one p_at_most is
+-- its whole life (SET NX PX style). p_retry: an earlier call with this grant id may have been granted;
+-- wait for its transaction and answer as it did. Waits for nothing else.
+CREATE FUNCTION fencepost.acquire(
+    p_name     text,
+    p_owner    uuid     DEFAULT NULL,
+    p_grant_id uuid     DEFAULT pg_catalog.gen_random_uuid(),
+    p_at_most  interval DEFAULT NULL,
+    p_metadata jsonb    DEFAULT NULL,
+    p_label    text     DEFAULT NULL,
+    p_retry    boolean  DEFAULT false)
+RETURNS TABLE (granted boolean, token bigint, grant_id uuid, label text, remaining interval)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_lease       fencepost.leases%ROWTYPE;
+    v_found       boolean;
+    v_life        timestamptz;  -- until when the holder's owner lives
+    v_own_life    timestamptz;  -- until when the caller's owner lives
+    v_label       text := coalesce(p_label, session_user);
+BEGIN
+    IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        RAISE EXCEPTION 'fencepost.acquire needs READ COMMITTED' USING ERRCODE = 'LK004';
+    END IF;
+    IF p_grant_id IS NULL THEN
+        RAISE EXCEPTION 'a grant id is not null' USING ERRCODE = 'LK005';
+    END IF;
+    IF octet_length(v_label) NOT BETWEEN 1 AND 255 THEN
+        RAISE EXCEPTION 'a label is 1 to 255 bytes' USING ERRCODE = 'LK005';
+    END IF;
+    IF p_at_most IS NULL THEN
+        IF p_owner IS NULL THEN
+            RAISE EXCEPTION 'without an owner a lease needs p_at_most' USING ERRCODE = 'LK005';
+        END IF;
+    ELSIF p_at_most < interval '1 millisecond' OR p_at_most > interval '366 days' THEN
+        RAISE EXCEPTION 'p_at_most is 1 millisecond to 366 days, not %', p_at_most USING ERRCODE = 'LK005';
+    END IF;
+
+    -- 1. Look, without a lock: a refused try costs neither a transaction id nor a byte of WAL.
+    SELECT l.* INTO v_lease FROM fencepost.leases l WHERE l.name = p_name;
+    v_found := FOUND;
+    IF v_found AND v_lease.grant_id <> p_grant_id AND v_lease.released_at IS NULL
+       AND (v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp()) THEN
+        IF v_lease.owner IS NOT NULL THEN
+            SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner;
+        END IF;
+        IF v_lease.owner IS NULL OR v_life > clock_timestamp() THEN
+            RETURN QUERY SELECT false, v_lease.token, NULL::uuid, v_lease.label,
+                                least(v_life, v_lease.expires_at) - clock_timestamp();
+            RETURN;
+        END IF;
+    END IF;
+
+    -- A token is handed out only after its commit is on disk: raised, never lowered.
+    IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+
+    -- 2. The first grant of a name. Drawing the token in VALUES is right only here: without a row
+    -- nobody has a token of this name, and a row that was pruned meanwhile cannot have been (prune
+    -- locks out whoever is in this statement). If the row appears first, the drawn token is unused.
+    IF NOT v_found THEN
+        IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 255 OR p_name ~ '[\x01-\x1f\x7f]' THEN
+            RAISE EXCEPTION 'a lease name is 1 to 255 bytes without control characters' USING ERRCODE = 'LK005';
+        END IF;
+        IF p_owner IS NOT NULL THEN
+            SELECT o.expires_at, o.label INTO v_own_life, v_label FROM fencepost.owners o WHERE o.id = p_owner;
+            IF NOT FOUND OR v_own_life <= clock_timestamp() THEN
+                RAISE EXCEPTION 'the owner that asks for lease "%" is dead', p_name USING ERRCODE = 'LK003';
+            END IF;
+        END IF;
+        INSERT INTO fencepost.leases AS l (name, token, grant_id, owner, label, granted_at, expires_at, metadata)
+        VALUES (p_name, nextval('fencepost.fencing_token'), p_grant_id, p_owner, v_label,
+                clock_timestamp(), clock_timestamp() + p_at_most, p_metadata)
+        ON CONFLICT ON CONSTRAINT leases_pkey DO NOTHING
+        RETURNING l.token, l.expires_at INTO v_lease.token, v_lease.expires_at;
+        IF FOUND THEN
+            RETURN QUERY SELECT true, v_lease.token, p_grant_id, v_label,
+                                least(v_own_life, v_lease.expires_at) - clock_timestamp();
+            RETURN;
+        END IF;
+    END IF;
+
+    -- 3. Lock. FOR UPDATE, not a plain update: it waits for (or, here, skips) the KEY SHARE of an open
+    -- fenced write, so a write and a takeover never overlap.
+    IF p_retry THEN
+        SELECT l.* INTO v_lease FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE;
+        v_found := FOUND;
+    ELSE
+        DECLARE
+            v_locked fencepost.leases%ROWTYPE;
+        BEGIN
+            SELECT l.* INTO v_locked FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
+            v_found := FOUND;
+            IF v_found THEN v_lease := v_locked; END IF;
+        END;
+    END IF;
+    IF NOT v_found THEN
+        -- Somebody else is at it this moment, or an open fenced write holds it past its holder's life.
+        RETURN QUERY SELECT false, v_lease.token, NULL::uuid, v_lease.label,
+                            least(v_life, v_lease.expires_at, clock_timestamp()) - clock_timestamp();
+        RETURN;
+    END IF;
+
+    -- 4. Judge, in statements that start after the lock is held.
+    IF p_owner IS NOT NULL THEN
+        SELECT o.expires_at, o.label INTO v_own_life, v_label FROM fencepost.owners o WHERE o.id = p_owner;
+        IF NOT FOUND OR v_own_life <= clock_timestamp() THEN
+            RAISE EXCEPTION 'the owner that asks for lease "%" is dead', p_name USING ERRCODE = 'LK003';
+        END IF;
+    END IF;
+    IF v_lease.released_at IS NULL
+       AND (v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp()) THEN
+        IF v_lease.grant_id = p_grant_id AND v_lease.owner IS NOT DISTINCT FROM p_owner THEN
+            RETURN QUERY SELECT true, v_lease.token, p_grant_id, v_label,
+                                least(v_own_life, v_lease.expires_at) - clock_timestamp();
+            RETURN;
+        END IF;
+        v_life := NULL;
+        IF v_lease.owner IS NOT NULL THEN
+            SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner;
+            IF FOUND AND v_life > 'epoch' AND v_life <= clock_timestamp() THEN
+                -- Expired and not yet marked. A heartbeat in flight holds the row: wait for it, judge
+                -- again, and write the mark, or the heartbeat would succeed after this takeover.
+                SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner FOR NO KEY UPDATE;
+                IF FOUND AND v_life <= clock_timestamp() THEN
+                    UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_lease.owner;
+                END IF;
+            END IF;
+        END IF;
+        IF v_lease.owner IS NULL OR v_life > clock_timestamp() THEN
+            RETURN QUERY SELECT false, v_lease.token, NULL::uuid, v_lease.label,
+                                least(v_life, v_lease.expires_at) - clock_timestamp();
+            RETURN;
+        END IF;
+    END IF;
+
+    -- 5. Grant. The token is drawn after the row is locked: drawn before, tokens go backwards.
+    UPDATE fencepost.leases l
+       SET token = nextval('fencepost.fencing_token'), grant_id = p_grant_id, owner = p_owner, label = v_label,
+           granted_at = clock_timestamp(), expires_at = clock_timestamp() + p_at_most,
+           released_at = NULL, metadata = p_metadata
+     WHERE l.name = p_name
+    RETURNING l.token, l.expires_at INTO v_lease.token, v_lease.expires_at;
+    RETURN QUERY SELECT true, v_lease.token, p_grant_id, v_label,
+                        least(v_own_life, v_lease.expires_at) - clock_timestamp();
+END $$;
+REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text, boolean) FROM PUBLIC;
+
+-- release(name, token, grant_id): true if this grant still held the lease; asked again, the same
+-- answer. Only this grant: a lease that somebody else holds by now is left alone. Never waits for an
+-- open fence (NO KEY UPDATE passes its KEY SHARE); the next grant does.
+CREATE FUNCTION fencepost.release(p_name text, p_token bigint, p_grant_id uuid) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_lease fencepost.leases%ROWTYPE;
+    v_life  timestamptz;
+    v_held  boolean;
+BEGIN
+    IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        RAISE EXCEPTION 'fencepost.release needs READ COMMITTED' USING ERRCODE = 'LK004';
+    END IF;
+    SELECT l.* INTO v_lease FROM fencepost.leases l
+     WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    IF v_lease.released_at IS NOT NULL THEN
+        RETURN v_lease.expires_at IS NULL OR v_lease.released_at < v_lease.expires_at;
+    END IF;
+    IF v_lease.owner IS NOT NULL THEN
+        SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner;
+        IF v_life IS NULL OR v_life <= clock_timestamp() THEN
+            RETURN false;   -- ended with its owner, not by this release
+        END IF;
+    END IF;
+    v_held := v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp();
+    UPDATE fencepost.leases l SET released_at = clock_timestamp() WHERE l.name = p_name;
+    RETURN v_held;
+END $$;
+REVOKE ALL ON FUNCTION fencepost.release(text, bigint, uuid) FROM PUBLIC;
+
+-- owned(owner): the grants of an owner, so that its process can release those it does not know
+-- (a lost release, a lost reply, a failover): otherwise they would live as long as it beats.
+CREATE FUNCTION fencepost.owned(p_owner uuid) RETURNS TABLE (name text, token bigint, grant_id uuid)
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT l.name, l.token, l.grant_id FROM fencepost.leases l
+     WHERE l.owner = p_owner AND l.released_at IS NULL
+$$;
+REVOKE ALL ON FUNCTION fencepost.owned(uuid) FROM PUBLIC;
+
+-- revoke(name): for operators, granted to no application. Ends the hold of whoever has the lease,
+-- at once: new fences of it are refused, and the next grant waits for the ones still open.
+CREATE FUNCTION fencepost.revoke(p_name text) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        RAISE EXCEPTION 'fencepost.revoke needs READ COMMITTED' USING ERRCODE = 'LK004';
+    END IF;
+    UPDATE fencepost.leases l SET released_at = clock_timestamp()
+     WHERE l.name = p_name AND l.released_at IS NULL;
+    RETURN FOUND;
+END $$;
+REVOKE ALL ON FUNCTION fencepost.revoke(text) FROM PUBLIC;
