@@ -1,1 +1,56 @@
-//! Only one at a time, on Postgres.
+//! Only one at a time, on Postgres: leases with fencing tokens that are checked in the transaction of the write.
+//!
+//! ```no_run
+//! # async fn example(pool: sqlx::PgPool) -> fencepost::Result<()> {
+//! use fencepost::{Lease, Owner};
+//!
+//! fencepost::migrate(&pool).await?;                                   // once, or at every start
+//! let owner = Owner::start(&pool).await?;                             // one per process
+//! if let Some(held) = Lease::named("nightly-report")?.try_acquire(&owner).await? {
+//!     let mut tx = held.begin(&pool).await?;                          // BEGIN and the fence, one round trip
+//!     sqlx::query("UPDATE report SET day = day + 1").execute(&mut *tx).await?;
+//!     tx.commit().await?;                                             // or rejected: somebody else has it by now
+//! }
+//! # Ok(()) }
+//! ```
+//!
+//! A lock with an expiry cannot exclude by itself: its holder may pause past the expiry, wake up and write over
+//! the next holder's data. The cure is a *fencing token*, a number that grows with every grant, and a storage
+//! that rejects the smaller one. Here the lock and the data are in one database, so the check is part of the
+//! transaction that writes: exact, not probable.
+//!
+//! # The parts
+//! - [`Owner`]: the process, alive by one heartbeat whatever it holds.
+//! - [`Lease`] and [`HeldLease`]: the lock. [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
+//! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
+//!   token, a table that must never be written without a fence.
+//! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.
+//! - [`Error`]: one type for all that can go wrong.
+//! - `testing` (feature `test-util`): a Postgres that starts by itself, for your tests.
+//!
+//! # What it does not do
+//! It does not exclude side effects that check no token. It is not a job framework and not a driver.
+//!
+//! Longer reading: `docs/fencing.md`.
+
+mod error;
+pub mod fence;
+pub mod migrate;
+
+mod clock;
+mod lease;
+mod name;
+mod owner;
+mod pooler;
+mod prune;
+mod sql;
+mod token;
+mod wait;
+
+pub use error::{Error, LossReason, Result};
+pub use lease::{Attempt, HeldLease, Holder, Lease};
+pub use migrate::migrate;
+pub use name::LockName;
+pub use owner::{Owner, OwnerBuilder};
+pub use prune::{Pruned, prune};
+pub use token::{FencingToken, Grant, GrantId};

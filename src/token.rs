@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use postgres_types::private::BytesMut;
+use bytes::BytesMut;
 use serde::{Deserialize, Serialize};
 use sqlx::encode::IsNull;
 use sqlx::error::BoxDynError;
@@ -40,11 +40,6 @@ impl FencingToken {
     /// The number.
     pub fn as_i64(self) -> i64 {
         self.0
-    }
-
-    /// A number that came from our own functions, which return nothing smaller than 1.
-    pub(crate) fn granted(token: i64) -> Self {
-        Self(token)
     }
 }
 

@@ -1,0 +1,345 @@
+//! What can go wrong, as data: one enum, with the SQLSTATE kept.
+
+use std::time::Duration;
+
+use serde::Deserialize;
+use sqlx::postgres::PgDatabaseError;
+
+use crate::token::FencingToken;
+
+/// The result of this crate's functions.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything this crate fails with. That a lease is held by somebody else is not an error.
+///
+/// `Error::from(sqlx::Error)` classifies an error of your own statements in the same way: a write to a
+/// table under [`fence::protect`](crate::fence::protect) becomes [`Error::Unfenced`], and so on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument that is wrong whatever the database holds. Found before any statement is sent.
+    #[error("misuse: {what}")]
+    #[non_exhaustive]
+    Misuse {
+        /// The rule, and how it was broken.
+        what: String,
+    },
+
+    /// The lease was held, and is not any more. Roll back; the next holder may be at work.
+    #[error("lease \"{name}\" with token {token} is lost: {reason}")]
+    #[non_exhaustive]
+    Lost {
+        /// The lease.
+        name: String,
+        /// The token it was held with.
+        token: FencingToken,
+        /// Why it is lost.
+        reason: LossReason,
+    },
+
+    /// A fence refused a token: a later grant exists. Roll back.
+    #[error("stale fence: \"{name}\" refused token {token}{}", current.map(|t| format!("; token {t} came later")).unwrap_or_default())]
+    #[non_exhaustive]
+    StaleFence {
+        /// The lease or resource.
+        name: String,
+        /// The token that was refused.
+        token: FencingToken,
+        /// The later one; none if the name has no grant at all.
+        current: Option<FencingToken>,
+    },
+
+    /// A write to a protected table in a transaction that has not passed the fence.
+    #[error("unfenced write: table {table} is protected by lease \"{name}\": pass its fence first in the same transaction")]
+    #[non_exhaustive]
+    Unfenced {
+        /// The table, quoted as SQL.
+        table: String,
+        /// The lease whose fence it wants.
+        name: String,
+    },
+
+    /// The database did not answer in time. Nothing was changed, or what was changed will be undone.
+    #[error("timed out after {after:?}: {step}")]
+    #[non_exhaustive]
+    TimedOut {
+        /// What was waited for.
+        step: &'static str,
+        /// How long.
+        after: Duration,
+        /// The last failure seen while waiting.
+        #[source]
+        source: Option<sqlx::Error>,
+    },
+
+    /// The request was sent and its answer lost, so it may have happened. What an acquire got in this way is
+    /// found and freed by the owner; a COMMIT of yours must be looked up before it is repeated.
+    #[error("outcome unknown: {step}: the answer was lost")]
+    #[non_exhaustive]
+    OutcomeUnknown {
+        /// What was asked.
+        step: &'static str,
+        /// How the answer was lost.
+        #[source]
+        source: sqlx::Error,
+    },
+
+    /// The transaction was chosen as the victim of a deadlock (40P01). Run it again.
+    #[error("deadlock: the transaction was rolled back; run it again")]
+    #[non_exhaustive]
+    Deadlock {
+        /// Postgres's report.
+        #[source]
+        source: sqlx::Error,
+    },
+
+    /// What was read has changed since the transaction's snapshot (40001). Run it again; for a fence: it
+    /// answers then, and lets nobody stale pass.
+    #[error("serialization failure: the transaction was rolled back; run it again")]
+    #[non_exhaustive]
+    SerializationFailure {
+        /// Postgres's report.
+        #[source]
+        source: sqlx::Error,
+    },
+
+    /// No connection of the given pool became free in time.
+    #[error("pool exhausted: no connection of {pool} became free in time")]
+    #[non_exhaustive]
+    PoolExhausted {
+        /// Which pool.
+        pool: &'static str,
+        /// What the pool said.
+        #[source]
+        source: sqlx::Error,
+    },
+
+    /// The schema `fencepost` is not in this database.
+    #[error("the schema fencepost is not in this database: run fencepost::migrate(&pool), or the printed migrations")]
+    #[non_exhaustive]
+    SchemaMissing {
+        /// Postgres's report.
+        #[source]
+        source: sqlx::Error,
+    },
+
+    /// The schema and this library do not go together.
+    #[error(
+        "this library needs schema version {library}; the database has {schema}, which serves libraries from {compatible_from}: {}",
+        if schema < library { "run fencepost::migrate(&pool) or the printed migrations" } else { "upgrade the library" }
+    )]
+    #[non_exhaustive]
+    SchemaVersion {
+        /// The schema version this library was written for.
+        library: i32,
+        /// The version in the database.
+        schema: i32,
+        /// The oldest library version that it serves.
+        compatible_from: i32,
+    },
+
+    /// The role may not call our functions (42501).
+    #[error("the role lacks rights on the schema fencepost: its owner runs SELECT fencepost.allow('role')")]
+    #[non_exhaustive]
+    NotAllowed {
+        /// Postgres's report.
+        #[source]
+        source: sqlx::Error,
+    },
+
+    /// The [`Owner`](crate::Owner) has been shut down or dropped.
+    #[error("the owner is stopped")]
+    Stopped,
+
+    /// Any other failure of the database or of the way to it.
+    #[error("database: {doing}")]
+    #[non_exhaustive]
+    Database {
+        /// What was being done.
+        doing: &'static str,
+        /// The failure.
+        #[source]
+        source: sqlx::Error,
+    },
+}
+
+/// Why a held lease, or an owner, is lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[non_exhaustive]
+pub enum LossReason {
+    /// Its time ran out: this process was paused past it, or the cap of [`Lease::at_most`](crate::Lease::at_most) came.
+    #[error("its time ran out")]
+    Expired,
+    /// A later grant was seen.
+    #[error("token {by} took it over")]
+    #[non_exhaustive]
+    TakenOver {
+        /// The later grant's token.
+        by: FencingToken,
+    },
+    /// An operator released it, or the database has forgotten it.
+    #[error("it was released from outside")]
+    Released,
+    /// The database could not be reached until the local deadline.
+    #[error("the database could not be reached until the deadline")]
+    Unreachable,
+    /// The owner was shut down or dropped.
+    #[error("its owner was stopped")]
+    Stopped,
+}
+
+impl Error {
+    pub(crate) fn misuse(what: impl Into<String>) -> Self {
+        Self::Misuse { what: what.into() }
+    }
+
+    /// Whether the same call may succeed when it is simply made again, in a new transaction.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Deadlock { .. }
+            | Self::SerializationFailure { .. }
+            | Self::PoolExhausted { .. }
+            | Self::TimedOut { .. } => true,
+            Self::Database { source, .. } => is_transient(source),
+            _ => false,
+        }
+    }
+
+    /// Whether it says that a lease is not held any more: by this process's clock, or refused by a fence.
+    pub fn is_lost(&self) -> bool {
+        matches!(self, Self::Lost { .. } | Self::StaleFence { .. })
+    }
+
+    /// Whether something was waited for in vain.
+    pub fn is_timeout(&self) -> bool {
+        matches!(self, Self::TimedOut { .. } | Self::PoolExhausted { .. })
+    }
+
+    /// The SQLSTATE, where Postgres gave one.
+    pub fn sqlstate(&self) -> Option<&str> {
+        let source = match self {
+            Self::OutcomeUnknown { source, .. }
+            | Self::Deadlock { source }
+            | Self::SerializationFailure { source }
+            | Self::PoolExhausted { source, .. }
+            | Self::SchemaMissing { source }
+            | Self::NotAllowed { source }
+            | Self::Database { source, .. } => source,
+            Self::TimedOut { source, .. } => source.as_ref()?,
+            Self::StaleFence { .. } => return Some("LK001"),
+            Self::Lost { .. } => return Some("LK002"),
+            Self::Unfenced { .. } => return Some("LK006"),
+            Self::Misuse { .. } | Self::SchemaVersion { .. } | Self::Stopped => return None,
+        };
+        source.as_database_error()?.try_downcast_ref::<PgDatabaseError>().map(PgDatabaseError::code)
+    }
+
+    /// Classifies a failure of one of our own calls; `doing` says what was attempted.
+    pub(crate) fn database(doing: &'static str, source: sqlx::Error) -> Self {
+        Self::classify(doing, source, true)
+    }
+
+    /// `ours`: the statement was ours, so what it lacks is the schema or a right on it.
+    fn classify(doing: &'static str, source: sqlx::Error, ours: bool) -> Self {
+        if matches!(source, sqlx::Error::PoolTimedOut) {
+            return Self::PoolExhausted { pool: "the application's pool", source };
+        }
+        let Some(error) = server_error(&source) else { return Self::Database { doing, source } };
+        let ours = ours || error.message().contains("fencepost");
+        match error.code() {
+            "40P01" => Self::Deadlock { source },
+            "40001" => Self::SerializationFailure { source },
+            // No such schema, function or table.
+            "3F000" | "42883" | "42P01" if ours => Self::SchemaMissing { source },
+            "42501" if ours => Self::NotAllowed { source },
+            _ => refusal(error).unwrap_or(Self::Database { doing, source }),
+        }
+    }
+}
+
+impl From<sqlx::Error> for Error {
+    fn from(source: sqlx::Error) -> Self {
+        Self::classify("a statement", source, false)
+    }
+}
+
+/// The figures that our functions put into DETAIL.
+#[derive(Deserialize)]
+struct Detail {
+    name: String,
+    token: Option<FencingToken>,
+    current: Option<FencingToken>,
+    why: Option<String>,
+    table: Option<String>,
+}
+
+/// An error raised by our own functions, from its SQLSTATE and DETAIL.
+fn refusal(error: &PgDatabaseError) -> Option<Error> {
+    if !error.code().starts_with("LK") {
+        return None;
+    }
+    let Detail { name, token, current, why, table } = serde_json::from_str(error.detail()?).ok()?;
+    match error.code() {
+        "LK001" => Some(Error::StaleFence { name, token: token?, current }),
+        "LK002" => {
+            let reason =
+                if why.as_deref() == Some("released") { LossReason::Released } else { LossReason::Expired };
+            Some(Error::Lost { name, token: token?, reason })
+        }
+        "LK006" => Some(Error::Unfenced { table: table?, name }),
+        _ => None,
+    }
+}
+
+fn server_error(error: &sqlx::Error) -> Option<&PgDatabaseError> {
+    error.as_database_error()?.try_downcast_ref()
+}
+
+/// Connection lost or refused, server starting up or shutting down, too many connections, lock not available.
+pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut => true,
+        sqlx::Error::Database(_) => server_error(error).is_some_and(|error| {
+            let code = error.code();
+            code.starts_with("08") || code.starts_with("57P") || matches!(code, "53300" | "55P03" | "57014")
+        }),
+        _ => false,
+    }
+}
+
+/// Whether the failure leaves open what the server did with the statement. An error *report* is an answer:
+/// it was rolled back. Except when the session was ended (57P..): that may have come after the commit.
+pub(crate) fn leaves_outcome_open(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Database(_) => server_error(error).is_none_or(|error| error.code().starts_with("57P")),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_names_the_lock_the_token_and_what_to_do() {
+        let error = Error::StaleFence {
+            name: "nightly".into(),
+            token: FencingToken::new(33).unwrap(),
+            current: Some(FencingToken::new(34).unwrap()),
+        };
+        assert_eq!(error.to_string(), "stale fence: \"nightly\" refused token 33; token 34 came later");
+        assert!(error.is_lost() && !error.is_retryable());
+        assert_eq!(error.sqlstate(), Some("LK001"));
+        let error = Error::SchemaVersion { library: 7, schema: 9, compatible_from: 8 };
+        assert!(error.to_string().ends_with("upgrade the library"), "{error}");
+    }
+
+    #[test]
+    fn a_lost_connection_leaves_the_outcome_open_and_is_worth_a_retry() {
+        let cut = || sqlx::Error::Io(std::io::ErrorKind::ConnectionReset.into());
+        assert!(leaves_outcome_open(&cut()) && is_transient(&cut()));
+        assert!(Error::database("acquire", cut()).is_retryable());
+        assert!(matches!(Error::from(sqlx::Error::PoolTimedOut), Error::PoolExhausted { .. }));
+        assert!(!Error::from(sqlx::Error::RowNotFound).is_retryable());
+    }
+}

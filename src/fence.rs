@@ -1,0 +1,131 @@
+//! The fence: the check in the transaction of the write.
+//!
+//! [`HeldLease::begin`](crate::HeldLease::begin) and [`HeldLease::fence`](crate::HeldLease::fence) are the
+//! usual way in. What is here serves the cases beside it: a worker that was handed only the [`Grant`], data
+//! whose lock lives in another system, and tables that must never be written without a fence.
+
+use sqlx::postgres::PgTransaction;
+use sqlx::{AssertSqlSafe, Executor as _, PgConnection};
+
+use crate::error::{Error, Result};
+use crate::name::LockName;
+use crate::sql::{self, Arg, Call};
+use crate::token::{FencingToken, Grant};
+
+/// The isolation level of a fenced transaction.
+///
+/// At every level a stale holder is rejected. Under [`RepeatableRead`](Self::RepeatableRead) and
+/// [`Serializable`](Self::Serializable) it is told by [`Error::SerializationFailure`] if the lease moved on
+/// after the transaction's snapshot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Isolation {
+    /// The session's default.
+    #[default]
+    SessionDefault,
+    /// `READ COMMITTED`
+    ReadCommitted,
+    /// `REPEATABLE READ`
+    RepeatableRead,
+    /// `SERIALIZABLE`
+    Serializable,
+}
+
+impl Isolation {
+    /// One message that begins a transaction which has passed the fence already.
+    ///
+    /// The fence comes *before* BEGIN: statements of one message share an implicit transaction, which BEGIN
+    /// makes the explicit one. So a fence that refuses ends the implicit transaction and leaves the
+    /// connection clean, where `BEGIN; SELECT fence(…)` leaves it in an aborted transaction.
+    pub(crate) fn begin(self, name: &LockName, grant: Grant) -> String {
+        let set = match self {
+            Self::SessionDefault => "",
+            Self::ReadCommitted => "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; ",
+            Self::RepeatableRead => "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; ",
+            Self::Serializable => "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE; ",
+        };
+        format!("{set}{}; BEGIN", sql::fence(name, grant))
+    }
+}
+
+/// Passes the fence of lease `name` in the caller's transaction: for a worker that was handed the name and the
+/// [`Grant`] and has no [`HeldLease`](crate::HeldLease).
+///
+/// # Guarantees
+/// Once it returns, nobody else is granted the lease until the transaction ends. Inside a savepoint it holds
+/// only if the savepoint is not rolled back.
+///
+/// # Errors
+/// [`Error::StaleFence`] or [`Error::Lost`]: roll back. [`Error::SerializationFailure`] under REPEATABLE READ
+/// and SERIALIZABLE.
+///
+/// # Cancel safety
+/// Drop the transaction together with the future.
+///
+/// # Database
+/// One statement, simple protocol. Lowers `idle_in_transaction_session_timeout` to the owner's ttl and
+/// `client_connection_check_interval` to one second for the rest of the transaction.
+pub async fn check(tx: &mut PgTransaction<'_>, name: &LockName, grant: Grant) -> Result<()> {
+    let text = sql::fence(name, grant);
+    tx.execute(sqlx::raw_sql(AssertSqlSafe(text))).await.map_err(|source| Error::database("passing a fence", source))?;
+    Ok(())
+}
+
+/// The classic storage check: raises the high-water mark of `resource` to `token`, or refuses a token smaller
+/// than one seen before. For data in this database whose lock lives elsewhere.
+///
+/// Weaker than a fence: a stale write passes until the new holder has written once. The mark's row stays
+/// locked until the transaction ends, so call it in the transaction of the write.
+///
+/// # Errors
+/// [`Error::StaleFence`] with the token seen before; [`Error::SerializationFailure`] under REPEATABLE READ and
+/// SERIALIZABLE.
+///
+/// # Cancel safety
+/// Drop the transaction together with the future.
+///
+/// # Database
+/// One statement.
+pub async fn advance(tx: &mut PgTransaction<'_>, resource: &LockName, token: FencingToken) -> Result<()> {
+    let args = [Arg::Text(resource.as_str().to_owned()), Arg::Number(token.as_i64())];
+    run(tx, "raising a high-water mark", Call::new(sql::ADVANCE, args)).await
+}
+
+/// Makes the fence of a table impossible to forget: from now on a statement that writes to it fails with
+/// [`Error::Unfenced`] unless its transaction has passed the fence of lease `name`.
+///
+/// `table` is a name as SQL takes it (`accounts`, `public."Accounts"`). A partitioned table's partitions are
+/// included; call it again after adding one. Repeating it with another lease replaces the first.
+///
+/// # Errors
+/// [`Error::Database`] if there is no such table; [`Error::NotAllowed`] if the role does not own the table
+/// and the schema `fencepost` (an application's role does not).
+///
+/// # Cancel safety
+/// It happens or not; repeating it is harmless.
+///
+/// # Database
+/// One statement; takes `SHARE ROW EXCLUSIVE` on the table for a moment.
+pub async fn protect(conn: &mut PgConnection, table: &str, name: &LockName) -> Result<()> {
+    let args = [Arg::Text(table.to_owned()), Arg::Text(name.as_str().to_owned())];
+    run(conn, "protecting a table", Call::new(sql::PROTECT, args)).await
+}
+
+/// Takes away what [`protect`] installed.
+///
+/// # Errors
+/// As [`protect`].
+///
+/// # Cancel safety
+/// It happens or not; repeating it is harmless.
+///
+/// # Database
+/// One statement; takes `ACCESS EXCLUSIVE` on the table for a moment.
+pub async fn unprotect(conn: &mut PgConnection, table: &str) -> Result<()> {
+    run(conn, "unprotecting a table", Call::new(sql::UNPROTECT, [Arg::Text(table.to_owned())])).await
+}
+
+async fn run(conn: &mut PgConnection, doing: &'static str, call: Call) -> Result<()> {
+    call.written_out_on(conn).await.map_err(|source| Error::database(doing, source))?;
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! The lease: a named lock whose holder may die, pause or be cut off.
+//!
+//! ```text
+//!          try_acquire                      release, drop, or the owner's end
+//! free ─────────────────▶ held (token n) ──────────────────────────────────────▶ free
+//!                            │                                                      ▲
+//!                            └── paused, cut off, capped: lost ── ttl over ─────────┘
+//!                                (signalled by the local clock)   (the next grant has a larger token)
+//! ```
+//!
+//! | failure | the holder | the others |
+//! |---|---|---|
+//! | its process dies | – | may acquire when its ttl is over |
+//! | it is paused beyond the ttl | is lost at once on waking; its fence rejects | may acquire when its ttl is over |
+//! | the database is out of reach | is lost at the local deadline | may acquire when both are over |
+//! | the answer to an acquire is lost | asks again with the same grant id | – |
+//! | the answer to a release is lost | asks again | may acquire, at the latest when the owner looks up what it holds |
+
+mod attempt;
+mod held;
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::error::{Error, Result};
+use crate::name::LockName;
+use crate::owner::Owner;
+use crate::token::FencingToken;
+
+pub use held::HeldLease;
+
+/// A named lock with a fencing token; the definition: cheap, no connection, clone it as you like.
+///
+/// Use it for work that outlives a transaction: a nightly job, an exclusive worker, a long update. If what
+/// you guard is one short transaction, lock its row (`SELECT … FOR UPDATE`) instead; if it must happen once,
+/// a unique constraint needs no lock at all.
+///
+/// # Guarantees
+/// At most one holder's *fenced* writes commit at any time, in token order, under pauses, crashes, partitions
+/// and failover. Side effects that check no token are not excluded: a holder that is paused in the middle of
+/// sending a mail will send it when it wakes up.
+///
+/// # Examples
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool) -> fencepost::Result<()> {
+/// use fencepost::{Lease, Owner};
+///
+/// let owner = Owner::start(&pool).await?;
+/// let report = Lease::named("nightly-report")?;
+/// if let Some(held) = report.try_acquire(&owner).await? {
+///     let mut tx = held.begin(&pool).await?;      // BEGIN and the fence
+///     sqlx::query("UPDATE report SET day = day + 1").execute(&mut *tx).await?;
+///     tx.commit().await?;
+///     held.release().await?;
+/// } // else: somebody else holds it
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Lease {
+    name: LockName,
+    at_most: Option<Duration>,
+    metadata: Option<String>,
+    grace: Option<Duration>,
+}
+
+/// What an attempt came to.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Attempt {
+    /// It is ours.
+    Held(HeldLease),
+    /// Somebody else has it.
+    Busy(Holder),
+}
+
+/// Who holds a lease, as the database said when it refused: a hint, not a proof.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Holder {
+    /// The holder's label; none while the first grant of the name is under way.
+    pub label: Option<String>,
+    /// The holder's token.
+    pub token: Option<FencingToken>,
+    /// What is left of its life if it does not beat again. Zero: its time is over and a fenced write of it is
+    /// still open, or it is changing hands this moment.
+    pub remaining: Duration,
+}
+
+impl Lease {
+    /// The longest [`at_most`](Self::at_most): 366 days.
+    pub const MAX_AT_MOST: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
+    /// The largest metadata, as JSON: 8 kB.
+    pub const MAX_METADATA_BYTES: usize = 8_192;
+
+    /// The lease of this name.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a name that [`LockName::new`] refuses.
+    pub fn named(name: &str) -> Result<Self> {
+        Ok(Self { name: LockName::new(name)?, at_most: None, metadata: None, grace: None })
+    }
+
+    /// Caps the hold: it ends after this long even if its owner goes on beating. From 1 ms to
+    /// [`MAX_AT_MOST`](Self::MAX_AT_MOST), in whole microseconds.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] outside of that.
+    pub fn at_most(self, at_most: Duration) -> Result<Self> {
+        let least = Duration::from_millis(1);
+        if at_most < least || at_most > Self::MAX_AT_MOST {
+            return Err(Error::misuse(format!("a lease is held at most {least:?} to 366 days, not {at_most:?}")));
+        }
+        Ok(Self { at_most: Some(at_most), ..self })
+    }
+
+    /// Something for people to see with the lease while it is held: any JSON, at most
+    /// [`MAX_METADATA_BYTES`](Self::MAX_METADATA_BYTES).
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if it does not serialise, is too large, or has a NUL character, which `jsonb` refuses.
+    pub fn metadata(self, metadata: &impl Serialize) -> Result<Self> {
+        let json = serde_json::to_string(metadata)
+            .map_err(|error| Error::misuse(format!("metadata does not serialise: {error}")))?;
+        if json.len() > Self::MAX_METADATA_BYTES {
+            let most = Self::MAX_METADATA_BYTES;
+            return Err(Error::misuse(format!("metadata is at most {most} bytes of JSON, not {}", json.len())));
+        }
+        if json.contains("\\u0000") {
+            return Err(Error::misuse("metadata has a NUL character, which jsonb cannot hold"));
+        }
+        Ok(Self { metadata: Some(json), ..self })
+    }
+
+    /// How long [`HeldLease::run`] lets the work go on after a loss was signalled. Default: a tenth of the
+    /// owner's ttl, about when the database may grant the lease to the next one.
+    #[must_use]
+    pub fn grace(self, grace: Duration) -> Self {
+        Self { grace: Some(grace), ..self }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &LockName {
+        &self.name
+    }
+
+    /// Acquires it if it is free; `None`: somebody else holds it.
+    ///
+    /// # Errors
+    /// As for [`attempt`](Self::attempt).
+    ///
+    /// # Cancel safety
+    /// Safe: it runs in the owner; what was granted to a dropped future is released.
+    pub async fn try_acquire(&self, owner: &Owner) -> Result<Option<HeldLease>> {
+        Ok(match self.attempt(owner).await? {
+            Attempt::Held(held) => Some(held),
+            Attempt::Busy(_) => None,
+        })
+    }
+
+    /// Acquires it if it is free, or says who holds it.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] if the database cannot be reached for as long as the owner's ttl (at least 1 s, at
+    /// most 10 s), [`Error::OutcomeUnknown`] if answers were lost meanwhile (the owner then frees what may
+    /// have been granted), [`Error::Stopped`] after the owner's shutdown.
+    ///
+    /// # Cancel safety
+    /// Safe: it runs in the owner; what was granted to a dropped future is released.
+    ///
+    /// # Database
+    /// One statement on the owner's connections. A refused one writes nothing; a granted one is durable.
+    pub async fn attempt(&self, owner: &Owner) -> Result<Attempt> {
+        let shared = owner.shared();
+        shared.run(attempt::attempt(std::sync::Arc::clone(shared), self.clone())).await
+    }
+}

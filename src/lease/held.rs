@@ -1,0 +1,276 @@
+//! The held lease.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::postgres::PgTransaction;
+use sqlx::{AssertSqlSafe, PgPool, Row as _};
+
+use crate::error::{Error, LossReason, Result};
+use crate::fence::{self, Isolation};
+use crate::name::LockName;
+use crate::owner::Shared;
+use crate::owner::life::Held;
+use crate::sql::{self, Arg, Call};
+use crate::token::{FencingToken, Grant};
+
+/// A lease that is held, until it is released, dropped or lost.
+///
+/// It holds no connection. It is held as long as its owner lives (and no longer than
+/// [`Lease::at_most`](crate::Lease::at_most)).
+///
+/// # Guarantees
+/// [`is_held`](Self::is_held) never says yes after another process may have been granted the lease; it says
+/// so by the local clock, without asking. A fenced transaction ([`begin`](Self::begin)) that commits was
+/// the holder's.
+///
+/// # Drop
+/// Releases in the background, soon; after the owner's ttl if the process ends before. Use
+/// [`release`](Self::release) to know. Dropping it never waits and never fails.
+#[must_use = "dropping it releases the lease"]
+pub struct HeldLease {
+    held: Arc<Held>,
+    shared: Arc<Shared>,
+    grace: Duration,
+    released: bool,
+}
+
+impl HeldLease {
+    pub(super) fn new(held: Arc<Held>, shared: Arc<Shared>, grace: Option<Duration>) -> Self {
+        let grace = grace.unwrap_or(shared.margin);
+        Self { held, shared, grace, released: false }
+    }
+
+    /// The lease's name.
+    pub fn name(&self) -> &LockName {
+        &self.held.name
+    }
+
+    /// The fencing token of this grant, for a storage to compare.
+    pub fn token(&self) -> FencingToken {
+        self.held.grant.token
+    }
+
+    /// Token and grant id: what a fence in this database checks, to be handed to a worker.
+    pub fn grant(&self) -> Grant {
+        self.held.grant
+    }
+
+    /// Whether it is certainly held now. Cheap: looks at the local clock. By the time you act on it the
+    /// process may have been paused; a write that must not be late goes through [`begin`](Self::begin).
+    pub fn is_held(&self) -> bool {
+        self.held.loss().is_none() && !self.held.trusted_until().has_passed()
+    }
+
+    /// How long it is certainly held if nothing more is heard from the database; zero if it is not. It grows
+    /// again with each heartbeat.
+    pub fn remaining(&self) -> Duration {
+        if self.held.loss().is_some() { Duration::ZERO } else { self.held.trusted_until().remaining() }
+    }
+
+    /// Resolves with the reason when the lease is lost, within the owner's ttl by this process's clock.
+    ///
+    /// # Cancel safety
+    /// Safe: it only watches.
+    pub async fn lost(&self) -> LossReason {
+        self.held.lost().await
+    }
+
+    /// Passes the fence in the caller's transaction: afterwards nobody else is granted the lease until it
+    /// ends. Call it first; inside a savepoint it holds only if the savepoint is not rolled back.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] or [`Error::StaleFence`]: roll back; the lease is lost from now on.
+    /// [`Error::SerializationFailure`] under REPEATABLE READ and SERIALIZABLE: roll back and look again.
+    ///
+    /// # Cancel safety
+    /// Drop the transaction together with the future.
+    ///
+    /// # Database
+    /// One statement in the transaction; none if it is known to be lost.
+    pub async fn fence(&self, tx: &mut PgTransaction<'_>) -> Result<()> {
+        self.check_lost()?;
+        let passed = fence::check(tx, self.name(), self.grant()).await;
+        passed.inspect_err(|error| self.learn(error))
+    }
+
+    /// Begins a transaction that has passed the fence, at the session's default isolation level.
+    ///
+    /// # Errors
+    /// As for [`begin_with`](Self::begin_with).
+    ///
+    /// # Cancel safety
+    /// As for [`begin_with`](Self::begin_with).
+    pub async fn begin(&self, pool: &PgPool) -> Result<PgTransaction<'static>> {
+        self.begin_with(pool, Isolation::SessionDefault).await
+    }
+
+    /// Begins a transaction that has passed the fence: it can commit only as long as the lease was ours.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] or [`Error::StaleFence`]: the lease is lost, and nothing was begun.
+    /// [`Error::PoolExhausted`] if the pool has no connection in time.
+    ///
+    /// # Cancel safety
+    /// Safe: it runs to its end in a task of its own, and a transaction that nobody takes is rolled back; the
+    /// pool gets back a clean connection.
+    ///
+    /// # Database
+    /// One message on a connection of the pool: BEGIN and the fence cost one round trip together.
+    pub async fn begin_with(&self, pool: &PgPool, isolation: Isolation) -> Result<PgTransaction<'static>> {
+        self.check_lost()?;
+        let text = isolation.begin(self.name(), self.grant());
+        let pool = pool.clone();
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "sqlx loses track of a transaction whose BEGIN is cancelled, so it must not be; and it \
+                      belongs to the runtime of the pool's connections, not to the owner's"
+        )]
+        let begun = tokio::spawn(async move { pool.begin_with(AssertSqlSafe(text)).await }).await;
+        let begun = begun.unwrap_or_else(|_runtime_ended| Err(sqlx::Error::WorkerCrashed));
+        begun.map_err(|source| Error::database("beginning a fenced transaction", source)).inspect_err(|error| self.learn(error))
+    }
+
+    /// Works while holding it, and releases it when the work has ended.
+    ///
+    /// On a loss the work goes on for the grace period ([`Lease::grace`](crate::Lease::grace)), in which
+    /// [`lost`](Self::lost) tells it; then it is dropped at its next await.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the work was dropped. Work that ends in time returns its value, whatever became of the
+    /// lease: what it committed through a fence was the holder's. A release that fails is tried on in the
+    /// background.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops the work, then releases in the background. So does a panic of the work.
+    ///
+    /// # Examples
+    /// ```no_run
+    /// # async fn example(held: fencepost::HeldLease, pool: sqlx::PgPool) -> fencepost::Result<()> {
+    /// let days = held
+    ///     .run(async |held| {
+    ///         let mut tx = held.begin(&pool).await?;
+    ///         sqlx::query("UPDATE report SET day = day + 1").execute(&mut *tx).await?;
+    ///         tx.commit().await?;
+    ///         Ok::<_, fencepost::Error>(1)
+    ///     })
+    ///     .await??;
+    /// # Ok(()) }
+    /// ```
+    pub async fn run<T>(self, work: impl AsyncFnOnce(&Self) -> T) -> Result<T> {
+        let ended = {
+            let mut work = std::pin::pin!(work(&self));
+            tokio::select! {
+                biased;
+                value = &mut work => Ok(value),
+                reason = self.lost() => {
+                    tokio::time::timeout(self.grace, work).await.map_err(|_too_long| self.lost_error(reason))
+                }
+            }
+        };
+        // The work is gone now. Its outcome stands, whatever comes of the release.
+        if let Err(error) = self.release().await {
+            tracing::debug!(%error, "fencepost: a release after the work failed");
+        }
+        ended
+    }
+
+    /// Releases it. `true`: it was held until now. `false`: it had been lost before.
+    ///
+    /// Never waits for an open fenced transaction, of its own or others; the next grant does.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] or [`Error::OutcomeUnknown`] if the database cannot be reached: the owner frees it
+    /// as soon as it can, and it is free after the ttl at the latest if the process ends.
+    ///
+    /// # Cancel safety
+    /// Once polled it is released, also when the future is dropped.
+    ///
+    /// # Database
+    /// One statement on the owner's connections; not durable by itself: if a crash takes it back, the owner
+    /// releases it again.
+    pub async fn release(mut self) -> Result<bool> {
+        self.released = true;
+        let lost = self.held.loss().is_some();
+        let release = release(Arc::clone(&self.shared), Arc::clone(&self.held));
+        if lost {
+            // Not to keep the caller waiting for a database that may be out of reach.
+            self.shared.run_unattended(async { drop(release.await) });
+            return Ok(false);
+        }
+        match self.shared.run(release).await {
+            Err(Error::Stopped) => Ok(false),
+            answered => answered,
+        }
+    }
+
+    fn check_lost(&self) -> Result<()> {
+        match self.held.loss() {
+            Some(reason) => Err(self.lost_error(reason)),
+            None => Ok(()),
+        }
+    }
+
+    fn lost_error(&self, reason: LossReason) -> Error {
+        Error::Lost { name: self.name().to_string(), token: self.token(), reason }
+    }
+
+    /// A fence that refused this grant has told us that it is lost.
+    fn learn(&self, error: &Error) {
+        match error {
+            Error::StaleFence { current: Some(by), .. } => self.held.lose(LossReason::TakenOver { by: *by }),
+            Error::StaleFence { current: None, .. } => self.held.lose(LossReason::Released),
+            Error::Lost { reason, .. } => self.held.lose(*reason),
+            _ => {}
+        }
+    }
+}
+
+impl Drop for HeldLease {
+    fn drop(&mut self) {
+        if !self.released {
+            let release = release(Arc::clone(&self.shared), Arc::clone(&self.held));
+            self.shared.run_unattended(async { drop(release.await) });
+        }
+    }
+}
+
+impl fmt::Debug for HeldLease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Not the grant id, which is a secret.
+        f.debug_struct("HeldLease")
+            .field("name", self.name())
+            .field("token", &self.token())
+            .field("remaining", &self.remaining())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Runs on the owner's thread.
+async fn release(shared: Arc<Shared>, held: Arc<Held>) -> Result<bool> {
+    const STEP: &str = "releasing a lease";
+    let Held { name, grant, .. } = &*held;
+    shared.grants.releasing(grant.id);
+    let args = [
+        Arg::Text(name.as_str().to_owned()),
+        Arg::Number(grant.token.as_i64()),
+        Arg::Uuid(grant.id.as_uuid()),
+    ];
+    let call = Call::new(sql::RELEASE, args);
+    let answer = shared.statements.call_until_answered(STEP, &call, &call).await;
+    // From here on, if the database still lists it, reconcile releases it.
+    shared.grants.forget(grant.id);
+    let answer = answer.and_then(|rows| {
+        let row = rows.first().ok_or(sqlx::Error::RowNotFound);
+        row.and_then(|row| row.try_get("released")).map_err(|source| Error::database(STEP, source))
+    });
+    match &answer {
+        Ok(held) => tracing::debug!(%name, token = %grant.token, held, "fencepost: released"),
+        Err(error) => {
+            tracing::warn!(%name, token = %grant.token, %error, "fencepost: release failed; the owner will see to it");
+            shared.reconcile_soon();
+        }
+    }
+    answer
+}

@@ -1,0 +1,330 @@
+//! The owner: one start of one process, alive by heartbeat, and everything it holds lives with it.
+//!
+//! One row in the database stands for the process. Its leases belong to the row, so that one update every
+//! third of the ttl renews all of them, and liveness has one meaning. The beating is done by a thread of its
+//! own with connections of its own: a busy application runtime or an exhausted application pool does not
+//! lose a lease.
+//!
+//! | what happens | what the owner does |
+//! |---|---|
+//! | a heartbeat fails | reconnects and tries on, until the local deadline |
+//! | the deadline passes, or the database says "dead" | tells every held lease; starts again under a new id |
+//! | an answer is lost | asks which grants it has and releases those nobody here knows |
+//! | the process is paused beyond the ttl | on waking it is lost at once, by the local clock |
+//! | its thread ends, for whatever reason | everything held is lost: [`LossReason::Stopped`] |
+
+mod heartbeat;
+pub(crate) mod life;
+mod reconcile;
+pub(crate) mod session;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use sqlx::PgPool;
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, oneshot, watch};
+use tokio::time::timeout;
+
+use crate::error::{Error, LossReason, Result};
+use crate::owner::heartbeat::Beginning;
+pub(crate) use crate::owner::heartbeat::micros;
+use crate::owner::life::{Grants, Life, Stage, enter, told};
+use crate::owner::session::Statements;
+
+/// A process, to the database: what holds leases, as long as it beats.
+///
+/// One per process; clones are the same owner. It needs four connections at most (one for the heartbeat,
+/// two for calls), whatever it holds, made from the options of the given pool and not taken from it.
+///
+/// # Guarantees
+/// - A lease is reported as held only while no other process can have been granted it: until a *local
+///   deadline*, the instant before the last successful heartbeat was sent, plus the ttl, less a tenth.
+/// - Whoever stops beating, for whatever reason, blocks nobody for longer than its ttl.
+/// - Dead is final: an owner that the database took for dead comes back under a new id, never with its old
+///   leases.
+///
+/// # Drop
+/// Dropping the last clone stops it in the background, as [`shutdown`](Self::shutdown) does: what it holds
+/// is freed soon, or after its ttl if the process ends first. Use `shutdown` to know.
+///
+/// # Database
+/// Works behind a transaction-mode pooler, which it detects at its start. The pool's `after_connect` does
+/// not apply to its connections. At every reconnect it reads the pool's connect options again.
+///
+/// # Examples
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool) -> fencepost::Result<()> {
+/// use std::time::Duration;
+/// use fencepost::Owner;
+///
+/// let owner = Owner::builder(&pool).label("billing").ttl(Duration::from_secs(5)).start().await?;
+/// // … take leases with it …
+/// owner.shutdown().await?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct Owner {
+    inner: Arc<Inner>,
+}
+
+/// What the clones of an owner share; stops it when the last one goes.
+struct Inner {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<thread::JoinHandle<()>>>,
+}
+
+/// What an owner's thread and the things it holds share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) label: String,
+    pub(crate) ttl: Duration,
+    pub(crate) margin: Duration,
+    pub(crate) statements: Statements,
+    pub(crate) grants: Grants,
+    stage: watch::Sender<Stage>,
+    runtime: Handle,
+    beat_now: Notify,
+    reconcile_now: Notify,
+    stop: watch::Sender<bool>,
+}
+
+/// How an owner is made; from [`Owner::builder`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct OwnerBuilder {
+    pool: PgPool,
+    label: Option<String>,
+    ttl: Duration,
+}
+
+impl Owner {
+    /// The ttl unless told otherwise: 10 s.
+    ///
+    /// It is how long others wait for a process that vanished, and how long the database may be out of reach
+    /// before a living process loses what it holds. Ten seconds outlast a restart of Postgres, most
+    /// failovers and a long pause of a runtime; a beat every third of it costs nothing.
+    pub const DEFAULT_TTL: Duration = Duration::from_secs(10);
+
+    /// The shortest ttl: 100 ms (10 ms with feature `test-util`). Below it, ordinary scheduling delays lose leases.
+    pub const MIN_TTL: Duration =
+        if cfg!(feature = "test-util") { Duration::from_millis(10) } else { Duration::from_millis(100) };
+
+    /// The longest ttl: 24 h. It is how long a crashed process blocks the others.
+    pub const MAX_TTL: Duration = Duration::from_secs(24 * 60 * 60);
+
+    /// Starts an owner with the default ttl and a label made of program, host and process id.
+    ///
+    /// # Errors
+    /// As for [`OwnerBuilder::start`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future stops what has been started.
+    pub async fn start(pool: &PgPool) -> Result<Self> {
+        Self::builder(pool).start().await
+    }
+
+    /// An owner with settings of your own.
+    pub fn builder(pool: &PgPool) -> OwnerBuilder {
+        OwnerBuilder { pool: pool.clone(), label: None, ttl: Self::DEFAULT_TTL }
+    }
+
+    /// What people see of it: in refusals, errors and inspection. Need not be unique.
+    pub fn label(&self) -> &str {
+        &self.shared().label
+    }
+
+    /// How long it lives after a heartbeat.
+    pub fn ttl(&self) -> Duration {
+        self.shared().ttl
+    }
+
+    /// Whether its life is confirmed: the last answered heartbeat is recent enough.
+    pub fn is_alive(&self) -> bool {
+        self.shared().current().is_some_and(|life| life.loss().is_none() && !life.trusted_until().has_passed())
+    }
+
+    /// Whether a transaction-mode pooler was found between it and the server.
+    pub fn is_pooled(&self) -> bool {
+        self.shared().statements.source().pooled
+    }
+
+    /// Resolves when its present life is lost, and with it everything held. It then starts again by itself
+    /// under a new id; leases have to be acquired again.
+    ///
+    /// # Cancel safety
+    /// Safe: it only watches.
+    pub async fn lost(&self) -> LossReason {
+        match self.shared().alive().await {
+            Ok(life) => told(&mut life.watch()).await,
+            Err(Error::Stopped) => LossReason::Stopped,
+            Err(_) => LossReason::Unreachable,
+        }
+    }
+
+    /// Stops it: everything held is lost and freed in the database, its connections are closed, its thread
+    /// has ended. Doing so again does nothing.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] if the database could not be told: then what it held is free after its ttl.
+    ///
+    /// # Cancel safety
+    /// Once polled it stops, also when the future is dropped.
+    pub async fn shutdown(&self) -> Result<()> {
+        self.shared().stop.send_replace(true);
+        let mut stage = self.shared().stage.subscribe();
+        let stopped = stage.wait_for(|stage| matches!(stage, Stage::Stopped { .. })).await;
+        let told = stopped.is_ok_and(|stage| matches!(*stage, Stage::Stopped { told: true }));
+        let thread = self.inner.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            // It has nothing left to do but to end. A panic of it has been reported as lost leases.
+            drop(thread.join());
+        }
+        if told {
+            Ok(())
+        } else {
+            Err(Error::TimedOut { step: "stopping the owner", after: self.shared().bound(), source: None })
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.inner.shared
+    }
+}
+
+impl fmt::Debug for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Not its id, which is a secret.
+        f.debug_struct("Owner").field("label", &self.label()).field("ttl", &self.ttl()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shared.stop.send_replace(true);
+    }
+}
+
+impl OwnerBuilder {
+    /// How long it lives after a heartbeat; a beat is sent each third of it. Default:
+    /// [`Owner::DEFAULT_TTL`]. From [`Owner::MIN_TTL`] to [`Owner::MAX_TTL`].
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.ttl = ttl;
+        self
+    }
+
+    /// What people see of it; 1 to 255 bytes without control characters.
+    pub fn label(mut self, label: &str) -> Self {
+        self.label = Some(label.to_owned());
+        self
+    }
+
+    /// Starts it: connects, looks for a pooler, checks the schema's version, beats from then on.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a ttl or label out of range, or a pool with several hosts in one URL (sqlx
+    /// takes them for one name). [`Error::SchemaMissing`], [`Error::SchemaVersion`], [`Error::NotAllowed`].
+    /// [`Error::Database`] if the server cannot be reached: starting does not wait for it to come up.
+    ///
+    /// # Cancel safety
+    /// Dropping the future stops what has been started.
+    ///
+    /// # Database
+    /// Two connections, one statement on each beside their settings and four to find a pooler.
+    pub async fn start(self) -> Result<Owner> {
+        if self.ttl < Owner::MIN_TTL || self.ttl > Owner::MAX_TTL {
+            return Err(Error::misuse(format!(
+                "an owner's ttl is {:?} to {:?}, not {:?}",
+                Owner::MIN_TTL,
+                Owner::MAX_TTL,
+                self.ttl
+            )));
+        }
+        if self.pool.connect_options().get_host().contains(',') {
+            return Err(Error::misuse("the pool's options name several hosts in one, which sqlx takes for one name"));
+        }
+        let label = self.label.unwrap_or_else(default_label);
+        crate::name::check(&label, "a label")?;
+        let beginning = Beginning { pool: self.pool, label, ttl: self.ttl };
+
+        let fail = |error| Error::database("starting the owner's thread", sqlx::Error::Io(error));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
+        let (ready, started) = oneshot::channel();
+        let thread = thread::Builder::new()
+            .name("fencepost".to_owned())
+            .spawn(move || runtime.block_on(heartbeat::live(beginning, ready)))
+            .map_err(fail)?;
+        let shared = started.await.map_err(|_ended| Error::Stopped)??;
+        Ok(Owner { inner: Arc::new(Inner { shared, thread: Mutex::new(Some(thread)) }) })
+    }
+}
+
+/// `program@host:pid`, as far as known.
+fn default_label() -> String {
+    let program = std::env::current_exe().ok();
+    let program = program.as_deref().and_then(|path| path.file_stem()?.to_str()).unwrap_or("?");
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| std::env::var("HOSTNAME"));
+    let host = host.as_deref().map_or("?", str::trim);
+    let mut label = format!("{program}@{host}:{}", std::process::id()).replace(char::is_control, "?");
+    label.truncate(label.floor_char_boundary(crate::name::LockName::MAX_BYTES));
+    label
+}
+
+impl Shared {
+    /// Runs `work` on the owner's thread, to its end. If the caller's future is dropped, the result is
+    /// dropped on that thread when it is there: what was acquired gives itself back.
+    pub(crate) async fn run<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<T> {
+        self.runtime.spawn(work).await.unwrap_or(Err(Error::Stopped))
+    }
+
+    /// Runs `work` on the owner's thread, with nobody waiting.
+    pub(crate) fn run_unattended(&self, work: impl Future<Output = ()> + Send + 'static) {
+        drop(self.runtime.spawn(work));
+    }
+
+    /// The present life.
+    pub(crate) fn current(&self) -> Option<Arc<Life>> {
+        match &*self.stage.borrow() {
+            Stage::Alive(life) => Some(Arc::clone(life)),
+            Stage::Starting | Stage::Stopped { .. } => None,
+        }
+    }
+
+    /// The present life, or the next one if it comes within the owner's bound.
+    pub(crate) async fn alive(&self) -> Result<Arc<Life>> {
+        if let Some(life) = self.current() {
+            return Ok(life);
+        }
+        let mut stage = self.stage.subscribe();
+        let settled = stage.wait_for(|stage| !matches!(stage, Stage::Starting));
+        match timeout(self.bound(), settled).await.map(|stage| stage.map(|stage| stage.clone())) {
+            Ok(Ok(Stage::Alive(life))) => Ok(life),
+            Ok(_) => Err(Error::Stopped),
+            Err(_) => Err(Error::TimedOut { step: "the owner's next start", after: self.bound(), source: None }),
+        }
+    }
+
+    /// Somebody heard from the database that `life` is over: a heartbeat shall find out, now.
+    /// Returns when it has; after the owner's bound in any case.
+    pub(crate) async fn doubt(&self, life: &Life) {
+        self.beat_now.notify_one();
+        drop(timeout(self.bound(), told(&mut life.watch())).await);
+    }
+
+    pub(crate) fn reconcile_soon(&self) {
+        self.reconcile_now.notify_one();
+    }
+
+    fn bound(&self) -> Duration {
+        self.statements.source().bound
+    }
+
+    fn enter(&self, next: Stage, reason: LossReason) {
+        enter(&self.stage, next, reason);
+    }
+}

@@ -1,0 +1,258 @@
+//! The owner's thread: starts a life, beats for it, starts the next one when it is lost.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::postgres::PgRow;
+use sqlx::{PgPool, Row as _};
+use tokio::sync::{Notify, oneshot, watch};
+use tokio::time::timeout;
+use uuid::Uuid;
+
+use super::Shared;
+use super::life::{Grants, Life, Stage};
+use super::reconcile;
+use super::session::{Session, Source, Statements};
+use crate::clock::Moment;
+use crate::error::{Error, LossReason, Result};
+use crate::migrate;
+use crate::pooler;
+use crate::sql::{self, Arg, Call};
+use crate::wait::Backoff;
+
+/// What an owner begins with.
+pub(crate) struct Beginning {
+    pub(crate) pool: PgPool,
+    pub(crate) label: String,
+    pub(crate) ttl: Duration,
+}
+
+/// The main function of the owner's thread. Reports the start, then lives until it is stopped.
+pub(super) async fn live(beginning: Beginning, ready: oneshot::Sender<Result<Arc<Shared>>>) {
+    let (shared, session, life) = match begin(beginning).await {
+        Ok(begun) => begun,
+        Err(error) => {
+            // Nobody waiting for the error: nothing was started.
+            drop(ready.send(Err(error)));
+            return;
+        }
+    };
+    let _end = EndOfThread(Arc::clone(&shared));
+    if ready.send(Ok(Arc::clone(&shared))).is_err() {
+        shared.stop.send_replace(true);
+    }
+    let mut stop = shared.stop.subscribe();
+    tokio::select! {
+        () = lives(&shared, session, life) => {}
+        () = reconcile::forever(&shared) => {}
+        // The lives end by themselves on stop; this is for a stop that they do not notice in time.
+        () = async { _ = stop.wait_for(|stop| *stop).await; tokio::time::sleep(shared.bound() * 2).await } => {}
+    }
+}
+
+/// However the thread ends, by a panic too: nothing counts as held any more.
+struct EndOfThread(Arc<Shared>);
+
+impl Drop for EndOfThread {
+    fn drop(&mut self) {
+        let stopped = matches!(*self.0.stage.borrow(), Stage::Stopped { .. });
+        if !stopped {
+            self.0.enter(Stage::Stopped { told: false }, LossReason::Stopped);
+        }
+    }
+}
+
+/// Connects, looks at what is there, and begins the first life.
+async fn begin(Beginning { pool, label, ttl }: Beginning) -> Result<(Arc<Shared>, Session, Arc<Life>)> {
+    let fail = |source| Error::database("starting the owner", source);
+    let mut source = Source {
+        pool,
+        // The server cuts names at 63 bytes, by itself.
+        application_name: format!("fencepost {label}"),
+        bound: ttl.clamp(Duration::from_secs(1), Duration::from_secs(10)),
+        pooled: false,
+    };
+    let (mut first, mut second) = (source.connect().await.map_err(fail)?, source.connect().await.map_err(fail)?);
+    source.pooled = pooler::in_transaction_mode(&mut first, &mut second).await.map_err(fail)?;
+    migrate::check_version(&mut first).await?;
+    let beating = source.adopt(first).await.map_err(fail)?;
+    let calling = source.adopt(second).await.map_err(fail)?;
+    let shared = Shared {
+        label,
+        ttl,
+        margin: (ttl / 10).max(Duration::from_millis(5)),
+        statements: Statements::new(source, calling),
+        grants: Grants::default(),
+        stage: watch::Sender::new(Stage::Starting),
+        runtime: tokio::runtime::Handle::current(),
+        beat_now: Notify::new(),
+        reconcile_now: Notify::new(),
+        stop: watch::Sender::new(false),
+    };
+    let (life, session) = start_life(&shared, beating, None).await;
+    let life = life.map_err(fail)?;
+    let session = session.ok_or(Error::Stopped)?;
+    shared.enter(Stage::Alive(Arc::clone(&life)), LossReason::Stopped);
+    tracing::debug!(label = shared.label, pooled = shared.statements.source().pooled, "fencepost: owner started");
+    Ok((Arc::new(shared), session, life))
+}
+
+/// Life after life, until told to stop.
+async fn lives(shared: &Shared, session: Session, mut life: Arc<Life>) {
+    let mut session = Some(session);
+    let mut stop = shared.stop.subscribe();
+    while let Err(reason) = beat(shared, &mut session, &life, &mut stop).await {
+        tracing::warn!(label = shared.label, %reason, "fencepost: the owner is lost, with all it held; starting again");
+        shared.enter(Stage::Starting, reason);
+        let Some(next) = start_again(shared, &mut session, life.id(), &mut stop).await else { break };
+        life = next;
+        shared.enter(Stage::Alive(Arc::clone(&life)), LossReason::Stopped);
+        shared.reconcile_soon();
+    }
+    // First nothing counts as held, then others may have it.
+    shared.enter(Stage::Starting, LossReason::Stopped);
+    let stopping = Call::new(sql::OWNER_STOP, [Arg::Uuid(life.id())]);
+    let told = shared.statements.call_until_answered("stopping the owner", &stopping, &stopping).await.is_ok();
+    shared.enter(Stage::Stopped { told }, LossReason::Stopped);
+}
+
+/// Beats until the life is lost (the reason) or the owner is to stop.
+async fn beat(
+    shared: &Shared,
+    session: &mut Option<Session>,
+    life: &Life,
+    stop: &mut watch::Receiver<bool>,
+) -> Result<(), LossReason> {
+    let call = Call::new(sql::HEARTBEAT, [Arg::Uuid(life.id())]);
+    let period = shared.ttl / 3;
+    let mut backoff = Backoff::new(shared.ttl / 50, (shared.ttl / 10).min(Duration::from_millis(500)));
+    let mut next = Moment::now().after(period);
+    let mut failed = false;
+    loop {
+        tokio::select! {
+            _ = stop.wait_for(|stop| *stop) => return Ok(()),
+            () = next.reached() => {}
+            () = shared.beat_now.notified() => {}
+        }
+        // Paused beyond the deadline: lost by our own clock, without asking.
+        if life.trusted_until().has_passed() {
+            return Err(if failed { LossReason::Unreachable } else { LossReason::Expired });
+        }
+        let sent = Moment::now();
+        let answer = tokio::select! {
+            biased;
+            // No attempt may use up the time of the next one.
+            answer = timeout(period.max(Duration::from_millis(20)), attempt(shared, session, &call)) => answer,
+            () = life.trusted_until().reached() => return Err(LossReason::Unreachable),
+            _ = stop.wait_for(|stop| *stop) => return Ok(()),
+        };
+        match answer {
+            Ok(Ok(rows)) => {
+                let Some(remaining) = rows.first().and_then(remaining) else { return Err(LossReason::Expired) };
+                life.trust_until(deadline(sent, remaining.min(shared.ttl), shared.margin));
+                failed = false;
+                backoff.reset();
+                // From when this one was sent; a missed beat is skipped, not made up for.
+                next = sent.after(period);
+            }
+            unanswered => {
+                let why = match unanswered {
+                    Ok(Err(error)) => error.to_string(),
+                    _ => "no answer in time".to_owned(),
+                };
+                tracing::warn!(label = shared.label, why, "fencepost: heartbeat failed; trying on");
+                failed = true;
+                next = Moment::now().after(backoff.pause()).min(life.trusted_until());
+            }
+        }
+    }
+}
+
+/// One call on the heartbeat's session, which is opened anew if there is none. It stays in place only when
+/// it is fit for the next call; dropping this future closes it.
+async fn attempt(shared: &Shared, session: &mut Option<Session>, call: &Call) -> sqlx::Result<Vec<PgRow>> {
+    let open = match session.take() {
+        Some(session) => session,
+        None => {
+            let session = shared.statements.source().open().await?;
+            // What the old session did last is not known.
+            shared.reconcile_soon();
+            session
+        }
+    };
+    let (answer, fit) = open.call(call).await;
+    *session = fit;
+    answer
+}
+
+/// The next life, tried until it begins; none when the owner is to stop.
+async fn start_again(
+    shared: &Shared,
+    session: &mut Option<Session>,
+    before: Uuid,
+    stop: &mut watch::Receiver<bool>,
+) -> Option<Arc<Life>> {
+    let mut backoff = Backoff::new(Duration::from_millis(10), Duration::from_secs(1));
+    loop {
+        let attempt = async {
+            let open = match session.take() {
+                Some(session) => session,
+                None => shared.statements.source().open().await?,
+            };
+            let (life, fit) = start_life(shared, open, Some(before)).await;
+            *session = fit;
+            life
+        };
+        let error = tokio::select! {
+            _ = stop.wait_for(|stop| *stop) => return None,
+            life = attempt => match life {
+                Ok(life) => return Some(life),
+                Err(error) => error,
+            },
+        };
+        tracing::warn!(label = shared.label, %error, "fencepost: the owner cannot start again yet");
+        tokio::select! {
+            _ = stop.wait_for(|stop| *stop) => return None,
+            () = tokio::time::sleep(backoff.pause()) => {}
+        }
+    }
+}
+
+/// Ends the life before, so that nobody waits for what it held, and begins a new one.
+async fn start_life(
+    shared: &Shared,
+    session: Session,
+    before: Option<Uuid>,
+) -> (sqlx::Result<Arc<Life>>, Option<Session>) {
+    let mut session = session;
+    if let Some(before) = before {
+        let (stopped, fit) = session.call(&Call::new(sql::OWNER_STOP, [Arg::Uuid(before)])).await;
+        match (stopped, fit) {
+            (Ok(_), Some(fit)) => session = fit,
+            (Err(error), fit) => return (Err(error), fit),
+            (Ok(_), None) => return (Err(sqlx::Error::WorkerCrashed), None),
+        }
+    }
+    let ttl = micros(shared.ttl);
+    let sent = Moment::now();
+    let (rows, fit) =
+        session.call(&Call::new(sql::OWNER_START, [Arg::Text(shared.label.clone()), Arg::Number(ttl)])).await;
+    let id = rows.and_then(|rows| rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get::<Uuid, _>("id"));
+    let life = id.map(|id| Arc::new(Life::new(id, deadline(sent, shared.ttl, shared.margin))));
+    (life, fit)
+}
+
+/// Until when an answer of `remaining`, asked for at `sent`, is trusted.
+fn deadline(sent: Moment, remaining: Duration, margin: Duration) -> Moment {
+    sent.after(remaining.saturating_sub(margin))
+}
+
+fn remaining(row: &PgRow) -> Option<Duration> {
+    let micros: i64 = row.try_get("remaining").ok()?;
+    Some(Duration::from_micros(u64::try_from(micros).ok()?))
+}
+
+/// For the database, which counts in microseconds.
+pub(crate) fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
+}

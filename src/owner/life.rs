@@ -1,0 +1,206 @@
+//! One life of an owner: from the start of its row in the database to its death, and what hangs on it.
+//!
+//! A life is trusted until a *local deadline*: the instant before the last successful heartbeat was sent,
+//! plus the ttl, less a margin. The database counts from a later instant, so it can grant to nobody else
+//! before. Three states:
+//!
+//! ```text
+//!            beat answered              beat fails
+//! confirmed ───────────────▶ confirmed ───────────▶ unknown ── beat answered ──▶ confirmed
+//!                                                      │
+//!                      deadline, or "dead" answered    ▼
+//!                                                    lost (final; the next life has another id)
+//! ```
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::watch;
+use uuid::Uuid;
+
+use crate::clock::Moment;
+use crate::error::LossReason;
+use crate::name::LockName;
+use crate::token::{Grant, GrantId};
+
+/// One row of `fencepost.owners`, as its process sees it.
+#[derive(Debug)]
+pub(crate) struct Life {
+    id: Uuid,
+    /// Until when it is trusted, in nanoseconds of the local clock. Only ever raised.
+    trusted_until: AtomicU64,
+    lost: watch::Sender<Option<LossReason>>,
+}
+
+impl Life {
+    pub(crate) fn new(id: Uuid, trusted_until: Moment) -> Self {
+        Self { id, trusted_until: AtomicU64::new(trusted_until.as_nanos()), lost: watch::Sender::new(None) }
+    }
+
+    pub(crate) fn id(&self) -> Uuid {
+        self.id
+    }
+
+    pub(crate) fn trusted_until(&self) -> Moment {
+        Moment::from_nanos(self.trusted_until.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn trust_until(&self, deadline: Moment) {
+        self.trusted_until.fetch_max(deadline.as_nanos(), Ordering::AcqRel);
+    }
+
+    pub(crate) fn loss(&self) -> Option<LossReason> {
+        *self.lost.borrow()
+    }
+
+    pub(crate) fn watch(&self) -> watch::Receiver<Option<LossReason>> {
+        self.lost.subscribe()
+    }
+
+    /// Final: the first reason stays.
+    fn lose(&self, reason: LossReason) {
+        set_once(&self.lost, reason);
+    }
+}
+
+/// A grant this process holds.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(crate) name: LockName,
+    pub(crate) grant: Grant,
+    pub(crate) life: Arc<Life>,
+    /// The local end of `at_most`.
+    pub(crate) cap: Option<Moment>,
+    lost: watch::Sender<Option<LossReason>>,
+}
+
+impl Held {
+    pub(crate) fn new(name: LockName, grant: Grant, life: Arc<Life>, cap: Option<Moment>) -> Self {
+        Self { name, grant, life, cap, lost: watch::Sender::new(None) }
+    }
+
+    pub(crate) fn loss(&self) -> Option<LossReason> {
+        let told = *self.lost.borrow();
+        told.or_else(|| self.life.loss()).or_else(|| self.cap?.has_passed().then_some(LossReason::Expired))
+    }
+
+    pub(crate) fn lose(&self, reason: LossReason) {
+        set_once(&self.lost, reason);
+    }
+
+    /// Until when it may be relied on, if nothing is heard.
+    pub(crate) fn trusted_until(&self) -> Moment {
+        let life = self.life.trusted_until();
+        self.cap.map_or(life, |cap| cap.min(life))
+    }
+
+    /// Resolves when it is lost.
+    pub(crate) async fn lost(&self) -> LossReason {
+        let (mut own, mut life) = (self.lost.subscribe(), self.life.watch());
+        let cap = async {
+            match self.cap {
+                Some(cap) => cap.reached().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            reason = told(&mut own) => reason,
+            reason = told(&mut life) => reason,
+            () = cap => LossReason::Expired,
+        }
+    }
+}
+
+fn set_once(lost: &watch::Sender<Option<LossReason>>, reason: LossReason) {
+    lost.send_if_modified(|told| {
+        let first = told.is_none();
+        told.get_or_insert(reason);
+        first
+    });
+}
+
+/// The reason, once it is set. A sender that is gone without one was stopped.
+pub(crate) async fn told(lost: &mut watch::Receiver<Option<LossReason>>) -> LossReason {
+    match lost.wait_for(Option::is_some).await {
+        Ok(reason) => reason.unwrap_or(LossReason::Stopped),
+        Err(_sender_gone) => LossReason::Stopped,
+    }
+}
+
+/// What this process knows of the grants of its lives. Every grant id is here *before* it is sent, so a
+/// grant that the database lists and this table does not is one that nobody here will ever release.
+#[derive(Debug, Default)]
+pub(crate) struct Grants {
+    known: Mutex<HashMap<GrantId, Known>>,
+}
+
+#[derive(Debug)]
+enum Known {
+    /// An acquire or a release of it is on its way: its own task answers for it.
+    Busy,
+    /// Held since then.
+    Held(Arc<Held>, Moment),
+}
+
+impl Grants {
+    /// A fresh id, known from now on.
+    pub(crate) fn announce(&self) -> GrantId {
+        let id = GrantId::fresh();
+        self.known().insert(id, Known::Busy);
+        id
+    }
+
+    pub(crate) fn hold(&self, held: &Arc<Held>) {
+        self.known().insert(held.grant.id, Known::Held(Arc::clone(held), Moment::now()));
+    }
+
+    /// Its release begins.
+    pub(crate) fn releasing(&self, id: GrantId) {
+        self.known().insert(id, Known::Busy);
+    }
+
+    /// Nothing is held under it, or reconcile shall see to it.
+    pub(crate) fn forget(&self, id: GrantId) {
+        self.known().remove(&id);
+    }
+
+    pub(crate) fn is_known(&self, id: GrantId) -> bool {
+        self.known().contains_key(&id)
+    }
+
+    /// Those of `life` held since before `moment`.
+    pub(crate) fn held_before(&self, life: &Life, moment: Moment) -> Vec<Arc<Held>> {
+        self.known()
+            .values()
+            .filter_map(|known| match known {
+                Known::Held(held, since) if *since < moment && held.life.id == life.id => Some(Arc::clone(held)),
+                _ => None,
+            })
+            .collect()
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<GrantId, Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the owner is in the middle of.
+#[derive(Clone, Debug)]
+pub(crate) enum Stage {
+    /// Between two lives: the last one died, the next one has not begun.
+    Starting,
+    Alive(Arc<Life>),
+    /// For ever; `told`: the database knows.
+    Stopped {
+        told: bool,
+    },
+}
+
+/// Enters the next stage; a life that ends with it is lost for `reason`.
+pub(crate) fn enter(stage: &watch::Sender<Stage>, next: Stage, reason: LossReason) {
+    let before = stage.send_replace(next);
+    if let Stage::Alive(life) = before {
+        life.lose(reason);
+    }
+}
