@@ -25,7 +25,10 @@ impl Moment {
         use std::sync::OnceLock;
         use std::time::Instant;
         static START: OnceLock<Instant> = OnceLock::new();
-        #[expect(clippy::disallowed_methods, reason = "the one place that reads it, where nothing better is known")]
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "the one place that reads it, where nothing better is known"
+        )]
         let now = Instant::now();
         Self(now.duration_since(*START.get_or_init(|| now)))
     }

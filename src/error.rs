@@ -50,7 +50,9 @@ pub enum Error {
     },
 
     /// A write to a protected table in a transaction that has not passed the fence.
-    #[error("unfenced write: table {table} is protected by lease \"{name}\": pass its fence first in the same transaction")]
+    #[error(
+        "unfenced write: table {table} is protected by lease \"{name}\": pass its fence first in the same transaction"
+    )]
     #[non_exhaustive]
     Unfenced {
         /// The table, quoted as SQL.
@@ -115,7 +117,9 @@ pub enum Error {
     },
 
     /// The schema `fencepost` is not in this database.
-    #[error("the schema fencepost is not in this database: run fencepost::migrate(&pool), or the printed migrations")]
+    #[error(
+        "the schema fencepost is not in this database: run fencepost::migrate(&pool), or the printed migrations"
+    )]
     #[non_exhaustive]
     SchemaMissing {
         /// Postgres's report.
@@ -194,6 +198,7 @@ impl Error {
     }
 
     /// Whether the same call may succeed when it is simply made again, in a new transaction.
+    #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Deadlock { .. }
@@ -206,11 +211,13 @@ impl Error {
     }
 
     /// Whether it says that a lease is not held any more: by this process's clock, or refused by a fence.
+    #[must_use]
     pub fn is_lost(&self) -> bool {
         matches!(self, Self::Lost { .. } | Self::StaleFence { .. })
     }
 
     /// Whether something was waited for in vain.
+    #[must_use]
     pub fn is_timeout(&self) -> bool {
         matches!(self, Self::TimedOut { .. } | Self::PoolExhausted { .. })
     }

@@ -67,7 +67,9 @@ impl Isolation {
 /// `client_connection_check_interval` to one second for the rest of the transaction.
 pub async fn check(tx: &mut PgTransaction<'_>, name: &LockName, grant: Grant) -> Result<()> {
     let text = sql::fence(name, grant);
-    tx.execute(sqlx::raw_sql(AssertSqlSafe(text))).await.map_err(|source| Error::database("passing a fence", source))?;
+    tx.execute(sqlx::raw_sql(AssertSqlSafe(text)))
+        .await
+        .map_err(|source| Error::database("passing a fence", source))?;
     Ok(())
 }
 

@@ -89,7 +89,7 @@ pub struct Holder {
 
 impl Lease {
     /// The longest [`at_most`](Self::at_most): 366 days.
-    pub const MAX_AT_MOST: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+    pub const MAX_AT_MOST: Duration = Duration::from_hours(8784);
 
     /// The largest metadata, as JSON: 8 kB.
     pub const MAX_METADATA_BYTES: usize = 8_192;
@@ -110,7 +110,9 @@ impl Lease {
     pub fn at_most(self, at_most: Duration) -> Result<Self> {
         let least = Duration::from_millis(1);
         if at_most < least || at_most > Self::MAX_AT_MOST {
-            return Err(Error::misuse(format!("a lease is held at most {least:?} to 366 days, not {at_most:?}")));
+            return Err(Error::misuse(format!(
+                "a lease is held at most {least:?} to 366 days, not {at_most:?}"
+            )));
         }
         Ok(Self { at_most: Some(at_most), ..self })
     }
@@ -125,7 +127,10 @@ impl Lease {
             .map_err(|error| Error::misuse(format!("metadata does not serialise: {error}")))?;
         if json.len() > Self::MAX_METADATA_BYTES {
             let most = Self::MAX_METADATA_BYTES;
-            return Err(Error::misuse(format!("metadata is at most {most} bytes of JSON, not {}", json.len())));
+            return Err(Error::misuse(format!(
+                "metadata is at most {most} bytes of JSON, not {}",
+                json.len()
+            )));
         }
         if json.contains("\\u0000") {
             return Err(Error::misuse("metadata has a NUL character, which jsonb cannot hold"));
@@ -141,6 +146,7 @@ impl Lease {
     }
 
     /// Its name.
+    #[must_use]
     pub fn name(&self) -> &LockName {
         &self.name
     }

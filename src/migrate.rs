@@ -122,17 +122,19 @@ pub async fn migrate(pool: &PgPool) -> Result<()> {
 ///
 /// The library then finds its schema as if [`migrate`] had made it. After an upgrade of the library, add a
 /// migration with [`sql_since`] the version before.
+#[must_use]
 pub fn sql() -> String {
     sql_since(0)
 }
 
 /// The migrations after schema version `version`, as one script; empty if there are none.
+#[must_use]
 pub fn sql_since(version: i32) -> String {
-    MIGRATIONS
-        .iter()
-        .filter(|m| m.version > version)
-        .map(|m| format!("-- fencepost {}\n{}\n", m.name, m.sql))
-        .collect()
+    let mut script = String::new();
+    for migration in MIGRATIONS.iter().filter(|m| m.version > version) {
+        script.extend(["-- fencepost ", migration.name, "\n", migration.sql, "\n"]);
+    }
+    script
 }
 
 /// What the database says of its schema.

@@ -26,6 +26,7 @@ impl LockName {
     }
 
     /// The name as text.
+    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -74,7 +75,8 @@ mod tests {
         for good in ["a", "nightly-report", "o'brien \"quoted\" $1 \\", "köln/日本", &"x".repeat(255)] {
             assert_eq!(LockName::new(good).unwrap().as_str(), good);
         }
-        for bad in ["", "nul\0", "line\nbreak", "del\x7f", "c1\u{85}", &"x".repeat(256), &"x".repeat(10_240)] {
+        for bad in ["", "nul\0", "line\nbreak", "del\x7f", "c1\u{85}", &"x".repeat(256), &"x".repeat(10_240)]
+        {
             assert!(matches!(LockName::new(bad), Err(Error::Misuse { .. })), "{bad:?}");
         }
     }

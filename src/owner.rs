@@ -30,7 +30,6 @@ use tokio::time::timeout;
 
 use crate::error::{Error, LossReason, Result};
 use crate::owner::heartbeat::Beginning;
-pub(crate) use crate::owner::heartbeat::micros;
 use crate::owner::life::{Grants, Life, Stage, enter, told};
 use crate::owner::session::Statements;
 
@@ -113,7 +112,7 @@ impl Owner {
         if cfg!(feature = "test-util") { Duration::from_millis(10) } else { Duration::from_millis(100) };
 
     /// The longest ttl: 24 h. It is how long a crashed process blocks the others.
-    pub const MAX_TTL: Duration = Duration::from_secs(24 * 60 * 60);
+    pub const MAX_TTL: Duration = Duration::from_hours(24);
 
     /// Starts an owner with the default ttl and a label made of program, host and process id.
     ///
@@ -132,21 +131,27 @@ impl Owner {
     }
 
     /// What people see of it: in refusals, errors and inspection. Need not be unique.
+    #[must_use]
     pub fn label(&self) -> &str {
         &self.shared().label
     }
 
     /// How long it lives after a heartbeat.
+    #[must_use]
     pub fn ttl(&self) -> Duration {
         self.shared().ttl
     }
 
     /// Whether its life is confirmed: the last answered heartbeat is recent enough.
+    #[must_use]
     pub fn is_alive(&self) -> bool {
-        self.shared().current().is_some_and(|life| life.loss().is_none() && !life.trusted_until().has_passed())
+        self.shared()
+            .current()
+            .is_some_and(|life| life.loss().is_none() && !life.trusted_until().has_passed())
     }
 
     /// Whether a transaction-mode pooler was found between it and the server.
+    #[must_use]
     pub fn is_pooled(&self) -> bool {
         self.shared().statements.source().pooled
     }
@@ -197,7 +202,10 @@ impl Owner {
 impl fmt::Debug for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Not its id, which is a secret.
-        f.debug_struct("Owner").field("label", &self.label()).field("ttl", &self.ttl()).finish_non_exhaustive()
+        f.debug_struct("Owner")
+            .field("label", &self.label())
+            .field("ttl", &self.ttl())
+            .finish_non_exhaustive()
     }
 }
 
@@ -243,7 +251,9 @@ impl OwnerBuilder {
             )));
         }
         if self.pool.connect_options().get_host().contains(',') {
-            return Err(Error::misuse("the pool's options name several hosts in one, which sqlx takes for one name"));
+            return Err(Error::misuse(
+                "the pool's options name several hosts in one, which sqlx takes for one name",
+            ));
         }
         let label = self.label.unwrap_or_else(default_label);
         crate::name::check(&label, "a label")?;
@@ -305,7 +315,9 @@ impl Shared {
         match timeout(self.bound(), settled).await.map(|stage| stage.map(|stage| stage.clone())) {
             Ok(Ok(Stage::Alive(life))) => Ok(life),
             Ok(_) => Err(Error::Stopped),
-            Err(_) => Err(Error::TimedOut { step: "the owner's next start", after: self.bound(), source: None }),
+            Err(_) => {
+                Err(Error::TimedOut { step: "the owner's next start", after: self.bound(), source: None })
+            }
         }
     }
 

@@ -5,8 +5,7 @@ use std::time::Duration;
 use sqlx::{PgConnection, Row as _};
 
 use crate::error::{Error, Result};
-use crate::owner::micros;
-use crate::sql::{self, Arg, Call};
+use crate::sql::{self, Arg, Call, micros};
 
 /// How much [`prune`] deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +33,7 @@ pub struct Pruned {
 /// # Database
 /// One statement; locks the table of leases against writes while it runs, fences pass.
 pub async fn prune(conn: &mut PgConnection, older_than: Duration) -> Result<Pruned> {
-    const MOST: Duration = Duration::from_secs(1000 * 365 * 24 * 60 * 60);
+    const MOST: Duration = Duration::from_hours(8_760_000);
     if older_than > MOST {
         return Err(Error::misuse(format!("prune takes an age of up to 1000 years, not {older_than:?}")));
     }

@@ -20,8 +20,7 @@ pub(crate) const VERSION: &str = "SELECT version, compatible_from FROM fencepost
 pub(crate) const OWNER_START: &str =
     "SELECT fencepost.owner_start($1::text, $2::bigint * interval '1 microsecond') AS id";
 
-pub(crate) const HEARTBEAT: &str =
-    "SELECT (extract(epoch FROM remaining) * 1000000)::bigint AS remaining FROM fencepost.heartbeat($1::uuid)";
+pub(crate) const HEARTBEAT: &str = "SELECT (extract(epoch FROM remaining) * 1000000)::bigint AS remaining FROM fencepost.heartbeat($1::uuid)";
 
 pub(crate) const OWNER_STOP: &str = "SELECT fencepost.owner_stop($1::uuid) AS freed";
 
@@ -173,6 +172,11 @@ pub(crate) fn fence(name: &LockName, grant: Grant) -> String {
         Arg::Uuid(grant.id.as_uuid()),
     ];
     Call::new(FENCE, args).written_out()
+}
+
+/// For the database, which counts in microseconds.
+pub(crate) fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }
 
 /// Fills `{bound}`, in milliseconds; at least one, since zero means no bound to Postgres.

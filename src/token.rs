@@ -38,6 +38,7 @@ impl FencingToken {
     }
 
     /// The number.
+    #[must_use]
     pub fn as_i64(self) -> i64 {
         self.0
     }
@@ -73,6 +74,7 @@ pub struct GrantId(Uuid);
 
 impl GrantId {
     /// The uuid.
+    #[must_use]
     pub fn as_uuid(self) -> Uuid {
         self.0
     }
@@ -113,6 +115,7 @@ pub struct Grant {
 
 impl Grant {
     /// The pair, as read from elsewhere.
+    #[must_use]
     pub fn new(token: FencingToken, id: GrantId) -> Self {
         Self { token, id }
     }

@@ -23,7 +23,7 @@ impl Backoff {
         self.next = self.next.saturating_mul(2).min(self.most);
         // The random bytes at hand: those of a fresh uuid.
         let [byte, ..] = Uuid::new_v4().into_bytes();
-        full - full.mul_f64(f64::from(byte) / 512.0)
+        full.saturating_sub(full.mul_f64(f64::from(byte) / 512.0))
     }
 
     pub(crate) fn reset(&mut self) {

@@ -10,9 +10,9 @@ use super::held::HeldLease;
 use super::{Attempt, Holder, Lease};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
+use crate::owner::Shared;
 use crate::owner::life::{Held, Life};
-use crate::owner::{Shared, micros};
-use crate::sql::{self, Arg, Call};
+use crate::sql::{self, Arg, Call, micros};
 use crate::token::{FencingToken, Grant, GrantId};
 
 /// The SQLSTATE of "the owner that asks is dead".

@@ -43,28 +43,33 @@ impl HeldLease {
     }
 
     /// The lease's name.
+    #[must_use]
     pub fn name(&self) -> &LockName {
         &self.held.name
     }
 
     /// The fencing token of this grant, for a storage to compare.
+    #[must_use]
     pub fn token(&self) -> FencingToken {
         self.held.grant.token
     }
 
     /// Token and grant id: what a fence in this database checks, to be handed to a worker.
+    #[must_use]
     pub fn grant(&self) -> Grant {
         self.held.grant
     }
 
     /// Whether it is certainly held now. Cheap: looks at the local clock. By the time you act on it the
     /// process may have been paused; a write that must not be late goes through [`begin`](Self::begin).
+    #[must_use]
     pub fn is_held(&self) -> bool {
         self.held.loss().is_none() && !self.held.trusted_until().has_passed()
     }
 
     /// How long it is certainly held if nothing more is heard from the database; zero if it is not. It grows
     /// again with each heartbeat.
+    #[must_use]
     pub fn remaining(&self) -> Duration {
         if self.held.loss().is_some() { Duration::ZERO } else { self.held.trusted_until().remaining() }
     }
@@ -129,7 +134,9 @@ impl HeldLease {
         )]
         let begun = tokio::spawn(async move { pool.begin_with(AssertSqlSafe(text)).await }).await;
         let begun = begun.unwrap_or_else(|_runtime_ended| Err(sqlx::Error::WorkerCrashed));
-        begun.map_err(|source| Error::database("beginning a fenced transaction", source)).inspect_err(|error| self.learn(error))
+        begun
+            .map_err(|source| Error::database("beginning a fenced transaction", source))
+            .inspect_err(|error| self.learn(error))
     }
 
     /// Works while holding it, and releases it when the work has ended.

@@ -17,7 +17,7 @@ use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
 use crate::pooler;
-use crate::sql::{self, Arg, Call};
+use crate::sql::{self, Arg, Call, micros};
 use crate::wait::Backoff;
 
 /// What an owner begins with.
@@ -72,7 +72,8 @@ async fn begin(Beginning { pool, label, ttl }: Beginning) -> Result<(Arc<Shared>
         bound: ttl.clamp(Duration::from_secs(1), Duration::from_secs(10)),
         pooled: false,
     };
-    let (mut first, mut second) = (source.connect().await.map_err(fail)?, source.connect().await.map_err(fail)?);
+    let (mut first, mut second) =
+        (source.connect().await.map_err(fail)?, source.connect().await.map_err(fail)?);
     source.pooled = pooler::in_transaction_mode(&mut first, &mut second).await.map_err(fail)?;
     migrate::check_version(&mut first).await?;
     let beating = source.adopt(first).await.map_err(fail)?;
@@ -93,7 +94,11 @@ async fn begin(Beginning { pool, label, ttl }: Beginning) -> Result<(Arc<Shared>
     let life = life.map_err(fail)?;
     let session = session.ok_or(Error::Stopped)?;
     shared.enter(Stage::Alive(Arc::clone(&life)), LossReason::Stopped);
-    tracing::debug!(label = shared.label, pooled = shared.statements.source().pooled, "fencepost: owner started");
+    tracing::debug!(
+        label = shared.label,
+        pooled = shared.statements.source().pooled,
+        "fencepost: owner started"
+    );
     Ok((Arc::new(shared), session, life))
 }
 
@@ -112,7 +117,8 @@ async fn lives(shared: &Shared, session: Session, mut life: Arc<Life>) {
     // First nothing counts as held, then others may have it.
     shared.enter(Stage::Starting, LossReason::Stopped);
     let stopping = Call::new(sql::OWNER_STOP, [Arg::Uuid(life.id())]);
-    let told = shared.statements.call_until_answered("stopping the owner", &stopping, &stopping).await.is_ok();
+    let told =
+        shared.statements.call_until_answered("stopping the owner", &stopping, &stopping).await.is_ok();
     shared.enter(Stage::Stopped { told }, LossReason::Stopped);
 }
 
@@ -148,7 +154,9 @@ async fn beat(
         };
         match answer {
             Ok(Ok(rows)) => {
-                let Some(remaining) = rows.first().and_then(remaining) else { return Err(LossReason::Expired) };
+                let Some(remaining) = rows.first().and_then(remaining) else {
+                    return Err(LossReason::Expired);
+                };
                 life.trust_until(deadline(sent, remaining.min(shared.ttl), shared.margin));
                 failed = false;
                 backoff.reset();
@@ -171,14 +179,13 @@ async fn beat(
 /// One call on the heartbeat's session, which is opened anew if there is none. It stays in place only when
 /// it is fit for the next call; dropping this future closes it.
 async fn attempt(shared: &Shared, session: &mut Option<Session>, call: &Call) -> sqlx::Result<Vec<PgRow>> {
-    let open = match session.take() {
-        Some(session) => session,
-        None => {
-            let session = shared.statements.source().open().await?;
-            // What the old session did last is not known.
-            shared.reconcile_soon();
-            session
-        }
+    let open = if let Some(session) = session.take() {
+        session
+    } else {
+        let session = shared.statements.source().open().await?;
+        // What the old session did last is not known.
+        shared.reconcile_soon();
+        session
     };
     let (answer, fit) = open.call(call).await;
     *session = fit;
@@ -250,9 +257,4 @@ fn deadline(sent: Moment, remaining: Duration, margin: Duration) -> Moment {
 fn remaining(row: &PgRow) -> Option<Duration> {
     let micros: i64 = row.try_get("remaining").ok()?;
     Some(Duration::from_micros(u64::try_from(micros).ok()?))
-}
-
-/// For the database, which counts in microseconds.
-pub(crate) fn micros(duration: Duration) -> i64 {
-    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }

@@ -174,7 +174,9 @@ impl Grants {
         self.known()
             .values()
             .filter_map(|known| match known {
-                Known::Held(held, since) if *since < moment && held.life.id == life.id => Some(Arc::clone(held)),
+                Known::Held(held, since) if *since < moment && held.life.id == life.id => {
+                    Some(Arc::clone(held))
+                }
                 _ => None,
             })
             .collect()

@@ -18,7 +18,7 @@ use crate::sql::{self, Arg, Call};
 use crate::token::GrantId;
 
 /// The longest time between two looks; the shortest beside reconnects, since one look scans all leases.
-const PERIOD: Duration = Duration::from_secs(60);
+const PERIOD: Duration = Duration::from_mins(1);
 
 /// Looks after each reconnect and unknown outcome, and once a minute.
 pub(super) async fn forever(shared: &Shared) {
@@ -53,7 +53,12 @@ async fn once(shared: &Shared, life: &Life) -> Result<()> {
         }
         let name: String = row.try_get("name").map_err(fail)?;
         let token: i64 = row.try_get("token").map_err(fail)?;
-        tracing::warn!(label = shared.label, name, token, "fencepost: releasing a grant that nobody here holds");
+        tracing::warn!(
+            label = shared.label,
+            name,
+            token,
+            "fencepost: releasing a grant that nobody here holds"
+        );
         let release = Call::new(sql::RELEASE, [Arg::Text(name), Arg::Number(token), Arg::Uuid(id.as_uuid())]);
         shared.statements.call_until_answered("releasing an unknown grant", &release, &release).await?;
     }

@@ -159,7 +159,8 @@ impl Statements {
             }
             let left = start.after(self.source.bound).remaining();
             if left.is_zero() {
-                let (Failure::NotSent(source) | Failure::Answered(source) | Failure::Unknown(source)) = failure;
+                let (Failure::NotSent(source) | Failure::Answered(source) | Failure::Unknown(source)) =
+                    failure;
                 return Err(if in_doubt {
                     Error::OutcomeUnknown { step, source }
                 } else {
