@@ -1,0 +1,174 @@
+//! A proxy that knows where the messages of the protocol begin: it counts round trips, cuts replies and turns
+//! into a black hole.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use sqlx::postgres::{PgConnectOptions, PgSslMode};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream, UnixStream};
+use tokio::sync::watch;
+
+pub(crate) struct Proxy {
+    port: u16,
+    upstream: PgConnectOptions,
+    state: Arc<State>,
+}
+
+struct State {
+    socket: std::path::PathBuf,
+    /// Messages that ask for an answer: Sync and Query. One each is a round trip.
+    round_trips: AtomicU64,
+    /// The next message that contains these bytes is delivered, and its answer is not: the connection ends.
+    cut: std::sync::Mutex<Option<Vec<u8>>>,
+    cuts: AtomicU64,
+    /// Nothing passes any more, in either direction, and nobody is told.
+    hole: watch::Sender<bool>,
+    refuse: AtomicBool,
+}
+
+impl Proxy {
+    /// In front of the server that these options reach by a Unix socket.
+    pub(crate) async fn before(upstream: PgConnectOptions) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let folder = upstream.get_socket().expect("a server on a Unix socket").clone();
+        let state = Arc::new(State {
+            socket: folder.join(format!(".s.PGSQL.{}", upstream.get_port())),
+            round_trips: AtomicU64::new(0),
+            cut: std::sync::Mutex::new(None),
+            cuts: AtomicU64::new(0),
+            hole: watch::Sender::new(false),
+            refuse: AtomicBool::new(false),
+        });
+        let accepting = Arc::clone(&state);
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                let state = Arc::clone(&accepting);
+                if !state.refuse.load(Ordering::SeqCst) {
+                    tokio::spawn(serve(state, client));
+                }
+            }
+        });
+        Self { port, upstream, state }
+    }
+
+    pub(crate) fn options(&self) -> PgConnectOptions {
+        // `socket` would win over the host.
+        PgConnectOptions::new_without_pgpass()
+            .host("127.0.0.1")
+            .port(self.port)
+            .ssl_mode(PgSslMode::Disable)
+            .username("postgres")
+            .database(self.upstream.get_database().unwrap())
+    }
+
+    pub(crate) fn round_trips(&self) -> u64 {
+        self.state.round_trips.load(Ordering::SeqCst)
+    }
+
+    /// Swallows the answer to the next message that contains `text`, once.
+    pub(crate) fn cut_answer_to(&self, text: impl AsRef<[u8]>) {
+        *self.state.cut.lock().unwrap() = Some(text.as_ref().to_vec());
+    }
+
+    pub(crate) fn cuts(&self) -> u64 {
+        self.state.cuts.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn black_hole(&self, on: bool) {
+        self.state.hole.send_replace(on);
+    }
+
+    /// New connections are closed at once.
+    pub(crate) fn refuse(&self, on: bool) {
+        self.state.refuse.store(on, Ordering::SeqCst);
+    }
+}
+
+async fn serve(state: Arc<State>, client: TcpStream) {
+    client.set_nodelay(true).unwrap();
+    let Ok(server) = UnixStream::connect(&state.socket).await else { return };
+    let (from_client, to_client) = client.into_split();
+    let (from_server, to_server) = server.into_split();
+    let swallow = Arc::new(AtomicBool::new(false));
+    tokio::select! {
+        () = upward(Arc::clone(&state), from_client, to_server, Arc::clone(&swallow)) => {}
+        () = downward(state, from_server, to_client, swallow) => {}
+    }
+}
+
+/// Client to server: message by message. The first has no type byte.
+async fn upward(
+    state: Arc<State>,
+    mut from: OwnedReadHalf,
+    mut to: tokio::net::unix::OwnedWriteHalf,
+    swallow: Arc<AtomicBool>,
+) {
+    let mut startup = true;
+    loop {
+        let mut message = vec![0; if startup { 4 } else { 5 }];
+        if from.read_exact(&mut message).await.is_err() {
+            return;
+        }
+        let (kind, length) = if startup { (0, &message[..4]) } else { (message[0], &message[1..5]) };
+        let length = usize::try_from(u32::from_be_bytes(length.try_into().unwrap())).unwrap();
+        let header = message.len();
+        message.resize(header + length - 4, 0);
+        if from.read_exact(&mut message[header..]).await.is_err() {
+            return;
+        }
+        startup = false;
+        passable(&state).await;
+        if matches!(kind, b'S' | b'Q') {
+            state.round_trips.fetch_add(1, Ordering::SeqCst);
+        }
+        let cut_now = {
+            let mut cut = state.cut.lock().unwrap();
+            let hit = cut.as_ref().is_some_and(|text| message.windows(text.len()).any(|part| part == text));
+            if hit {
+                *cut = None;
+            }
+            hit
+        };
+        if cut_now {
+            swallow.store(true, Ordering::SeqCst);
+        }
+        if to.write_all(&message).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn downward(
+    state: Arc<State>,
+    mut from: tokio::net::unix::OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    swallow: Arc<AtomicBool>,
+) {
+    let mut buffer = vec![0; 16 * 1024];
+    // ReadyForQuery, at the end of the answer, is Z, 5, status.
+    loop {
+        let Ok(read) = from.read(&mut buffer).await else { return };
+        if read == 0 {
+            return;
+        }
+        passable(&state).await;
+        if swallow.load(Ordering::SeqCst) {
+            if buffer[..read].windows(5).any(|part| part == b"Z\0\0\0\x05") {
+                // It was carried out; nobody will hear of it.
+                state.cuts.fetch_add(1, Ordering::SeqCst);
+                return;
+            }
+            continue;
+        }
+        if to.write_all(&buffer[..read]).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn passable(state: &State) {
+    drop(state.hole.subscribe().wait_for(|hole| !hole).await);
+}
