@@ -176,7 +176,6 @@ pub enum LossReason {
     Expired,
     /// A later grant was seen.
     #[error("token {by} took it over")]
-    #[non_exhaustive]
     TakenOver {
         /// The later grant's token.
         by: FencingToken,

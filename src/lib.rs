@@ -36,6 +36,8 @@
 mod error;
 pub mod fence;
 pub mod migrate;
+#[cfg(all(feature = "test-util", unix))]
+pub mod testing;
 
 mod clock;
 mod lease;

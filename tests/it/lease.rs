@@ -87,7 +87,8 @@ async fn metadata_is_there_for_people_while_it_is_held() {
     until_true(&pool, "metadata", query).await;
     held.release().await.unwrap();
     let _plain = hold(&a, "report").await;
-    until_true(&pool, "no metadata", "SELECT metadata IS NULL FROM fencepost.leases WHERE name = 'report'").await;
+    until_true(&pool, "no metadata", "SELECT metadata IS NULL FROM fencepost.leases WHERE name = 'report'")
+        .await;
 }
 
 // C16: the holder is told, with a reason, when somebody else ended its hold.
@@ -136,10 +137,13 @@ async fn run_releases_when_the_work_has_ended() {
     let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
     let held = hold(&a, "report").await;
     let (end, ended) = oneshot::channel::<u32>();
-    let work = tokio::spawn(async move { held.run(async |held: &fencepost::HeldLease| {
-        assert!(held.is_held());
-        ended.await.unwrap()
-    }).await });
+    let work = tokio::spawn(async move {
+        held.run(async |held: &fencepost::HeldLease| {
+            assert!(held.is_held());
+            ended.await.unwrap()
+        })
+        .await
+    });
     assert!(lease("report").try_acquire(&b).await.unwrap().is_none());
     end.send(7).unwrap();
     assert_eq!(work.await.unwrap().unwrap(), 7);
@@ -188,7 +192,9 @@ async fn a_panic_of_the_work_releases() {
     let (_database, pool) = database().await;
     let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
     let held = hold(&a, "report").await;
-    let work = tokio::spawn(async move { held.run(async |_: &fencepost::HeldLease| -> () { panic!("the work's own") }).await });
+    let work = tokio::spawn(async move {
+        held.run(async |_: &fencepost::HeldLease| -> () { panic!("the work's own") }).await
+    });
     assert!(work.await.unwrap_err().is_panic());
     let _free = hold_when_free(&b, "report").await;
 }
@@ -211,7 +217,11 @@ async fn an_acquire_dropped_after_any_poll_strands_nothing() {
     assert!(complete);
     let id = crate::support::owner_id(&pool, "a").await;
     until("nothing owned", async || {
-        let owned: i64 = sqlx::query_scalar("SELECT count(*) FROM fencepost.owned($1)").bind(id).fetch_one(&pool).await.unwrap();
+        let owned: i64 = sqlx::query_scalar("SELECT count(*) FROM fencepost.owned($1)")
+            .bind(id)
+            .fetch_one(&pool)
+            .await
+            .unwrap();
         (owned == 0).then_some(())
     })
     .await;

@@ -1,1 +1,15 @@
+//! What the library promises, capability by capability, on a real Postgres.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "a test fails by panicking"
+)]
+#![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
+
+mod cancel;
+mod lease;
+mod proxy;
+mod support;

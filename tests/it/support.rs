@@ -63,7 +63,8 @@ pub(crate) async fn until<T>(what: &str, mut probe: impl AsyncFnMut() -> Option<
 
 /// The same for a query that answers yes or no.
 pub(crate) async fn until_true(pool: &PgPool, what: &str, query: &'static str) {
-    until(what, async || sqlx::query_scalar::<_, bool>(query).fetch_one(pool).await.unwrap().then_some(())).await;
+    until(what, async || sqlx::query_scalar::<_, bool>(query).fetch_one(pool).await.unwrap().then_some(()))
+        .await;
 }
 
 /// What the future gives; fails after [`DEADLINE`].
