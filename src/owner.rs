@@ -86,7 +86,6 @@ pub(crate) struct Shared {
     stage: watch::Sender<Stage>,
     runtime: Handle,
     beat_now: Notify,
-    reconcile_now: Notify,
     stop: watch::Sender<bool>,
 }
 
@@ -326,10 +325,6 @@ impl Shared {
     pub(crate) async fn doubt(&self, life: &Life) {
         self.beat_now.notify_one();
         drop(timeout(self.bound(), told(&mut life.watch())).await);
-    }
-
-    pub(crate) fn reconcile_soon(&self) {
-        self.reconcile_now.notify_one();
     }
 
     fn bound(&self) -> Duration {

@@ -75,7 +75,7 @@ async fn ask(shared: &Arc<Shared>, lease: &Lease, life: &Arc<Life>) -> Result<At
 /// It may have been granted, or may still be: whatever is found under this id is to be released.
 fn give_up(shared: &Shared, id: GrantId) {
     shared.grants.forget(id);
-    shared.reconcile_soon();
+    shared.statements.doubt();
 }
 
 /// The answer of `fencepost.acquire`.

@@ -276,7 +276,7 @@ async fn release(shared: Arc<Shared>, held: Arc<Held>) -> Result<bool> {
         Ok(held) => tracing::debug!(%name, token = %grant.token, held, "fencepost: released"),
         Err(error) => {
             tracing::warn!(%name, token = %grant.token, %error, "fencepost: release failed; the owner will see to it");
-            shared.reconcile_soon();
+            shared.statements.doubt();
         }
     }
     answer

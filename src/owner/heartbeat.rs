@@ -87,7 +87,6 @@ async fn begin(Beginning { pool, label, ttl }: Beginning) -> Result<(Arc<Shared>
         stage: watch::Sender::new(Stage::Starting),
         runtime: tokio::runtime::Handle::current(),
         beat_now: Notify::new(),
-        reconcile_now: Notify::new(),
         stop: watch::Sender::new(false),
     };
     let (life, session) = start_life(&shared, beating, None).await;
@@ -112,7 +111,7 @@ async fn lives(shared: &Shared, session: Session, mut life: Arc<Life>) {
         let Some(next) = start_again(shared, &mut session, life.id(), &mut stop).await else { break };
         life = next;
         shared.enter(Stage::Alive(Arc::clone(&life)), LossReason::Stopped);
-        shared.reconcile_soon();
+        shared.statements.doubt();
     }
     // First nothing counts as held, then others may have it.
     shared.enter(Stage::Starting, LossReason::Stopped);
@@ -184,7 +183,7 @@ async fn attempt(shared: &Shared, session: &mut Option<Session>, call: &Call) ->
     } else {
         let session = shared.statements.source().open().await?;
         // What the old session did last is not known.
-        shared.reconcile_soon();
+        shared.statements.doubt();
         session
     };
     let (answer, fit) = open.call(call).await;

@@ -25,7 +25,7 @@ pub(super) async fn forever(shared: &Shared) {
     let mut wait = PERIOD;
     loop {
         tokio::select! {
-            () = shared.reconcile_now.notified() => {}
+            () = shared.statements.doubted() => {}
             () = tokio::time::sleep(wait) => {}
         }
         let Some(life) = shared.current() else { continue };

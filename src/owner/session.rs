@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sqlx::postgres::{PgConnectOptions, PgRow};
 use sqlx::{AssertSqlSafe, ConnectOptions as _, Executor as _, PgConnection, PgPool};
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout;
 
 use crate::clock::Moment;
@@ -91,6 +91,8 @@ pub(crate) struct Statements {
     source: Source,
     permits: Semaphore,
     idle: Mutex<Vec<Session>>,
+    /// Told whenever it is not known what a session did last: what is held has to be looked up.
+    in_doubt: Notify,
 }
 
 /// How an attempt failed.
@@ -109,7 +111,12 @@ const SESSIONS: usize = 2;
 
 impl Statements {
     pub(crate) fn new(source: Source, first: Session) -> Self {
-        Self { source, permits: Semaphore::new(SESSIONS), idle: Mutex::new(vec![first]) }
+        Self {
+            source,
+            permits: Semaphore::new(SESSIONS),
+            idle: Mutex::new(vec![first]),
+            in_doubt: Notify::new(),
+        }
     }
 
     pub(crate) fn source(&self) -> &Source {
@@ -126,8 +133,11 @@ impl Statements {
         let (answer, session) = session.call(call).await;
         match session {
             Some(session) => self.idle().push(session),
-            // The others are likely to be as dead.
-            None => self.idle().clear(),
+            None => {
+                // The others are likely to be as dead.
+                self.idle().clear();
+                self.doubt();
+            }
         }
         answer.map_err(|error| match error {
             open if leaves_outcome_open(&open) => Failure::Unknown(open),
@@ -171,6 +181,16 @@ impl Statements {
             tokio::time::sleep(pause.min(left)).await;
             pause = (pause * 2).min(Duration::from_millis(250));
         }
+    }
+
+    /// It is not known what a session did last.
+    pub(crate) fn doubt(&self) {
+        self.in_doubt.notify_one();
+    }
+
+    /// Resolves when there has been a doubt since it last did.
+    pub(crate) async fn doubted(&self) {
+        self.in_doubt.notified().await;
     }
 
     fn take(&self) -> Option<Session> {
