@@ -178,7 +178,6 @@ impl Lease {
     /// # Database
     /// One statement on the owner's connections. A refused one writes nothing; a granted one is durable.
     pub async fn attempt(&self, owner: &Owner) -> Result<Attempt> {
-        let shared = owner.shared();
-        shared.run(attempt::attempt(std::sync::Arc::clone(shared), self.clone())).await
+        owner.shared().run(attempt::attempt(owner.clone(), self.clone())).await
     }
 }

@@ -46,8 +46,9 @@ use crate::owner::session::Statements;
 ///   leases.
 ///
 /// # Drop
-/// Dropping the last clone stops it in the background, as [`shutdown`](Self::shutdown) does: what it holds
-/// is freed soon, or after its ttl if the process ends first. Use `shutdown` to know.
+/// When the last clone and the last thing held with it are dropped it stops in the background, as
+/// [`shutdown`](Self::shutdown) does: what it held is freed soon, or after its ttl if the process ends first.
+/// Use `shutdown` to know.
 ///
 /// # Database
 /// Works behind a transaction-mode pooler, which it detects at its start. The pool's `after_connect` does
@@ -69,7 +70,7 @@ pub struct Owner {
     inner: Arc<Inner>,
 }
 
-/// What the clones of an owner share; stops it when the last one goes.
+/// What the clones of an owner share (each held thing has one); stops it when the last one goes.
 struct Inner {
     shared: Arc<Shared>,
     thread: Mutex<Option<thread::JoinHandle<()>>>,

@@ -10,8 +10,8 @@ use super::held::HeldLease;
 use super::{Attempt, Holder, Lease};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
-use crate::owner::Shared;
 use crate::owner::life::{Held, Life};
+use crate::owner::{Owner, Shared};
 use crate::sql::{self, Arg, Call, micros};
 use crate::token::{FencingToken, Grant, GrantId};
 
@@ -19,19 +19,21 @@ use crate::token::{FencingToken, Grant, GrantId};
 const OWNER_IS_DEAD: &str = "LK003";
 
 /// Asks once; a second time under the next life if the database says that the present one is over.
-pub(super) async fn attempt(shared: Arc<Shared>, lease: Lease) -> Result<Attempt> {
+pub(super) async fn attempt(owner: Owner, lease: Lease) -> Result<Attempt> {
+    let shared = owner.shared();
     let life = shared.alive().await?;
-    match ask(&shared, &lease, &life).await {
+    match ask(&owner, &lease, &life).await {
         Err(error) if error.sqlstate() == Some(OWNER_IS_DEAD) => {
             shared.doubt(&life).await;
             let next = shared.alive().await?;
-            ask(&shared, &lease, &next).await
+            ask(&owner, &lease, &next).await
         }
         answered => answered,
     }
 }
 
-async fn ask(shared: &Arc<Shared>, lease: &Lease, life: &Arc<Life>) -> Result<Attempt> {
+async fn ask(owner: &Owner, lease: &Lease, life: &Arc<Life>) -> Result<Attempt> {
+    let shared = owner.shared();
     const STEP: &str = "acquiring a lease";
     let id = shared.grants.announce();
     let call = |retry| {
@@ -59,7 +61,7 @@ async fn ask(shared: &Arc<Shared>, lease: &Lease, life: &Arc<Life>) -> Result<At
             let held = Arc::new(Held::new(lease.name.clone(), grant, Arc::clone(life), cap));
             shared.grants.hold(&held);
             tracing::debug!(name = %lease.name, %token, "fencepost: acquired");
-            Ok(Attempt::Held(HeldLease::new(held, Arc::clone(shared), lease.grace)))
+            Ok(Attempt::Held(HeldLease::new(held, owner.clone(), lease.grace)))
         }
         Ok(row) => {
             shared.grants.forget(id);

@@ -10,8 +10,8 @@ use sqlx::{AssertSqlSafe, PgPool, Row as _};
 use crate::error::{Error, LossReason, Result};
 use crate::fence::{self, Isolation};
 use crate::name::LockName;
-use crate::owner::Shared;
 use crate::owner::life::Held;
+use crate::owner::{Owner, Shared};
 use crate::sql::{self, Arg, Call};
 use crate::token::{FencingToken, Grant};
 
@@ -31,15 +31,16 @@ use crate::token::{FencingToken, Grant};
 #[must_use = "dropping it releases the lease"]
 pub struct HeldLease {
     held: Arc<Held>,
-    shared: Arc<Shared>,
+    /// A clone: what is held keeps its owner going.
+    owner: Owner,
     grace: Duration,
     released: bool,
 }
 
 impl HeldLease {
-    pub(super) fn new(held: Arc<Held>, shared: Arc<Shared>, grace: Option<Duration>) -> Self {
-        let grace = grace.unwrap_or(shared.margin);
-        Self { held, shared, grace, released: false }
+    pub(super) fn new(held: Arc<Held>, owner: Owner, grace: Option<Duration>) -> Self {
+        let grace = grace.unwrap_or(owner.shared().margin);
+        Self { held, owner, grace, released: false }
     }
 
     /// The lease's name.
@@ -200,13 +201,13 @@ impl HeldLease {
     pub async fn release(mut self) -> Result<bool> {
         self.released = true;
         let lost = self.held.loss().is_some();
-        let release = release(Arc::clone(&self.shared), Arc::clone(&self.held));
+        let release = release(Arc::clone(self.owner.shared()), Arc::clone(&self.held));
         if lost {
             // Not to keep the caller waiting for a database that may be out of reach.
-            self.shared.run_unattended(async { drop(release.await) });
+            self.owner.shared().run_unattended(async { drop(release.await) });
             return Ok(false);
         }
-        match self.shared.run(release).await {
+        match self.owner.shared().run(release).await {
             Err(Error::Stopped) => Ok(false),
             answered => answered,
         }
@@ -237,8 +238,8 @@ impl HeldLease {
 impl Drop for HeldLease {
     fn drop(&mut self) {
         if !self.released {
-            let release = release(Arc::clone(&self.shared), Arc::clone(&self.held));
-            self.shared.run_unattended(async { drop(release.await) });
+            let release = release(Arc::clone(self.owner.shared()), Arc::clone(&self.held));
+            self.owner.shared().run_unattended(async { drop(release.await) });
         }
     }
 }

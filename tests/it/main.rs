@@ -10,6 +10,8 @@
 #![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
 mod cancel;
+mod fence;
 mod lease;
+mod protect;
 mod proxy;
 mod support;
