@@ -11,7 +11,10 @@
 
 mod cancel;
 mod fence;
+mod inputs;
 mod lease;
+mod migrate;
 mod protect;
 mod proxy;
+mod sql;
 mod support;
