@@ -12,6 +12,7 @@
 mod cancel;
 mod fence;
 mod inputs;
+mod interleave;
 mod lease;
 mod migrate;
 mod protect;
