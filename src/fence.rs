@@ -20,7 +20,7 @@ use crate::token::{FencingToken, Grant};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Isolation {
-    /// The session's default.
+    /// The session's default; also for read-only or not. The others are for writing whatever the default is.
     #[default]
     SessionDefault,
     /// `READ COMMITTED`
@@ -40,9 +40,9 @@ impl Isolation {
     pub(crate) fn begin(self, name: &LockName, grant: Grant) -> String {
         let set = match self {
             Self::SessionDefault => "",
-            Self::ReadCommitted => "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; ",
-            Self::RepeatableRead => "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; ",
-            Self::Serializable => "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE; ",
+            Self::ReadCommitted => "SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE; ",
+            Self::RepeatableRead => "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ WRITE; ",
+            Self::Serializable => "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE READ WRITE; ",
         };
         format!("{set}{}; BEGIN", sql::fence(name, grant))
     }

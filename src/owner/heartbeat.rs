@@ -55,6 +55,7 @@ struct EndOfThread(Arc<Shared>);
 
 impl Drop for EndOfThread {
     fn drop(&mut self) {
+        self.0.statements.close();
         let stopped = matches!(*self.0.stage.borrow(), Stage::Stopped { .. });
         if !stopped {
             self.0.enter(Stage::Stopped { told: false }, LossReason::Stopped);

@@ -183,6 +183,12 @@ impl Statements {
         }
     }
 
+    /// Closes the idle sessions, and lets no call begin any more.
+    pub(crate) fn close(&self) {
+        self.permits.close();
+        self.idle().clear();
+    }
+
     /// It is not known what a session did last.
     pub(crate) fn doubt(&self) {
         self.in_doubt.notify_one();

@@ -15,6 +15,7 @@ mod inputs;
 mod interleave;
 mod lease;
 mod migrate;
+mod owner;
 mod protect;
 mod proxy;
 mod sql;
