@@ -20,3 +20,4 @@ mod protect;
 mod proxy;
 mod sql;
 mod support;
+mod wire;
