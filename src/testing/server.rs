@@ -35,6 +35,9 @@ const LONGEST_SOCKET: usize = 100;
 /// than none.
 const CACHED_FOR: Duration = Duration::from_hours(24);
 
+/// How the name of a cached cluster begins.
+const CLUSTER: &str = "fencepost-cluster";
+
 /// Linux keeps what lies here in memory.
 const MEMORY: &str = "/dev/shm";
 
@@ -357,10 +360,10 @@ impl Server {
             _ => state.watchdog.ask("initdb", LIMIT),
         };
         made.map_err(|problem| self.failure("initdb", problem))?;
-        // The cache saves time; that it cannot be filled is no failure.
+        // The cache saves time: that it cannot be filled is no failure.
         if state.watchdog.ask("save", LIMIT).is_ok() {
-            if is_own_folder(cached, uid) {
-                ignore(fs::rename(cached, self.root.join("old")));
+            for old in outdated(cached, uid) {
+                ignore(fs::rename(&old, self.root.join(old.file_name().unwrap_or_default())));
             }
             // Fails when another process was faster, whose cluster is as good.
             ignore(fs::rename(self.root.join("template"), cached));
@@ -480,7 +483,7 @@ fn cluster_name(bin: &Path, identity: Identity) -> String {
         (found.len(), found.mtime(), found.ino()).hash(&mut hasher);
     }
     env!("CARGO_PKG_VERSION").hash(&mut hasher);
-    format!("fencepost-cluster-{}-{:016x}", identity.server_uid(), hasher.finish())
+    format!("{CLUSTER}-{}-{:016x}", identity.server_uid(), hasher.finish())
 }
 
 /// In a shared temp folder, somebody else could have put something under the name.
@@ -492,6 +495,17 @@ fn is_own_folder(path: &Path, uid: u32) -> bool {
 fn is_cluster(path: &Path, uid: u32) -> bool {
     let age = fs::symlink_metadata(path).and_then(|found| found.modified()).map(|time| time.elapsed());
     is_own_folder(path, uid) && matches!(age, Ok(Ok(age)) if age < CACHED_FOR)
+}
+
+/// The cluster that is to be replaced, and others that nobody has made anew for a day.
+fn outdated(cached: &Path, uid: u32) -> Vec<PathBuf> {
+    let start = format!("{CLUSTER}-{uid}-");
+    let entries = cached.parent().and_then(|base| fs::read_dir(base).ok()).into_iter().flatten().flatten();
+    entries
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(&start))
+        .map(|entry| entry.path())
+        .filter(|path| is_own_folder(path, uid) && (path == cached || !is_cluster(path, uid)))
+        .collect()
 }
 
 fn ignore<T, E: std::fmt::Display>(result: Result<T, E>) {
