@@ -72,10 +72,13 @@ pub struct ServerBuilder {
 }
 
 impl ServerBuilder {
-    /// Keeps Postgres' own settings for durability, for tests of crashes and for measuring.
+    /// Keeps Postgres' own settings for durability, on a real file system: for measuring, and for what a
+    /// power cut would leave.
     ///
-    /// Without it, `fsync`, `full_page_writes` and `synchronous_commit` are off, and even a killed server
-    /// loses commits it had acknowledged.
+    /// Without it, `fsync`, `full_page_writes` and `synchronous_commit` are off, and even a server that only
+    /// [crashes](Server::crash) loses commits it had acknowledged. For a test of such crashes,
+    /// `.setting("synchronous_commit", "on")` is enough, and restarts much faster: the operating system keeps
+    /// what was written to it.
     pub fn durable(mut self) -> Self {
         self.durable = true;
         self
@@ -101,8 +104,8 @@ impl ServerBuilder {
 
     /// Starts the server and returns when it accepts connections.
     ///
-    /// Blocks the thread: 0.1 to 0.2 s as a rule, about 0.6 s for the first server of a day, and for as long as the
-    /// download takes when the binaries have to be fetched.
+    /// Blocks the thread: 0.1 to 0.2 s as a rule, about 0.6 s for the first server of a day, and for as long
+    /// as the download takes when the binaries have to be fetched.
     ///
     /// # Errors
     /// See [`StartError`].
