@@ -104,7 +104,6 @@ async fn a_lost_answer_to_an_acquire_is_asked_for_again() {
         .await
         .unwrap();
         assert_eq!(granted, (held.token().as_i64(), true), "granted once");
-        assert!(held.token().as_i64() > last);
         assert!(held.is_held() && held.release().await.unwrap());
     }
 }
