@@ -18,6 +18,7 @@ mod lease;
 mod migrate;
 mod owner;
 mod pooler;
+mod postgres_facts;
 mod process;
 mod protect;
 mod proxy;
