@@ -80,8 +80,8 @@ async fn a_crash_takes_back_no_token_though_the_role_is_careless() {
 #[tokio::test(flavor = "multi_thread")]
 async fn b1_a_release_that_a_crash_took_back_is_done_again() {
     let (server, pool) = careless().await;
-    let a = owner(&pool, "a", Duration::from_secs(60)).await;
-    let b = owner(&pool, "b", Duration::from_secs(60)).await;
+    let a = owner(&pool, "a", Duration::from_mins(1)).await;
+    let b = owner(&pool, "b", Duration::from_mins(1)).await;
     for round in 0.. {
         assert!(round < 20, "no crash took a release back: the test is blind");
         let name = format!("report-{round}");

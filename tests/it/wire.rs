@@ -89,10 +89,6 @@ async fn a_lost_answer_to_an_acquire_is_asked_for_again() {
             assert!(hold(&a, name).await.release().await.unwrap());
         }
         let before = proxy.cuts();
-        let last: i64 = sqlx::query_scalar("SELECT last_value FROM fencepost.fencing_token")
-            .fetch_one(&observer)
-            .await
-            .unwrap();
         proxy.cut_answer_to(name);
         let held = within("the acquire", lease(name).try_acquire(&a)).await.unwrap().unwrap();
         assert_eq!(proxy.cuts(), before + 1, "the answer was cut");
