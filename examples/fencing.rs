@@ -337,7 +337,7 @@ impl Worker {
     }
 
     fn tell(&mut self, order: &str) -> Result {
-        Ok(writeln!(self.orders, "{order}")?)
+        writeln!(self.orders, "{order}").map_err(|error| format!("{} is gone: {error}", self.name).into())
     }
 
     /// What the worker says next, which has to be about `what`.
