@@ -38,7 +38,7 @@ pub enum Error {
     },
 
     /// A fence refused a token: a later grant exists. Roll back.
-    #[error("stale fence: \"{name}\" refused token {token}{}", current.map(|t| format!("; token {t} came later")).unwrap_or_default())]
+    #[error("stale fence: \"{name}\" refused token {token}{}", current.map(|t| format!("; it has seen token {t}")).unwrap_or_default())]
     #[non_exhaustive]
     StaleFence {
         /// The lease or resource.
@@ -333,7 +333,7 @@ mod tests {
             token: FencingToken::new(33).unwrap(),
             current: Some(FencingToken::new(34).unwrap()),
         };
-        assert_eq!(error.to_string(), "stale fence: \"nightly\" refused token 33; token 34 came later");
+        assert_eq!(error.to_string(), "stale fence: \"nightly\" refused token 33; it has seen token 34");
         assert!(error.is_lost() && !error.is_retryable());
         assert_eq!(error.sqlstate(), Some("LK001"));
         let error = Error::SchemaVersion { library: 7, schema: 9, compatible_from: 8 };

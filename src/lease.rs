@@ -19,6 +19,7 @@
 mod attempt;
 mod held;
 
+use std::fmt;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -66,7 +67,10 @@ pub struct Lease {
 
 /// What an attempt came to.
 #[derive(Debug)]
-#[non_exhaustive]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "there is no third outcome, and a match shall not need a dead arm"
+)]
 pub enum Attempt {
     /// It is ours.
     Held(HeldLease),
@@ -85,6 +89,16 @@ pub struct Holder {
     /// What is left of its life if it does not beat again. Zero: its time is over and a fenced write of it is
     /// still open, or it is changing hands this moment.
     pub remaining: Duration,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.label.as_deref().unwrap_or("somebody"))?;
+        match self.token {
+            Some(token) => write!(f, " with token {token}"),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Lease {

@@ -90,6 +90,15 @@ impl From<Uuid> for GrantId {
     }
 }
 
+impl FromStr for GrantId {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let id = text.parse().map_err(|_| Error::misuse(format!("a grant id is a uuid, not {text:?}")))?;
+        Ok(Self(id))
+    }
+}
+
 impl fmt::Display for GrantId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -134,8 +143,7 @@ impl FromStr for Grant {
         let misuse = || Error::misuse(format!("a grant reads `token/uuid`, not {text:?}"));
         let (token, id) = text.split_once('/').ok_or_else(misuse)?;
         let token = FencingToken::new(token.parse().map_err(|_| misuse())?)?;
-        let id = id.parse::<Uuid>().map_err(|_| misuse())?;
-        Ok(Self::new(token, id.into()))
+        Ok(Self::new(token, id.parse()?))
     }
 }
 

@@ -26,7 +26,7 @@ const FENCING: &str = r#"WITH THE FENCE
    9  (system)  wakes A (SIGCONT), which goes on where it was
   10  A         looks at its own clock: the lease is lost
   11  A         begins a fenced transaction: refused, this lease is lost
-  12  A         asks the database itself: stale fence: "account" refused token 1; token 2 came later
+  12  A         asks the database itself: stale fence: "account" refused token 1; it has seen token 2
   13  database  the balance is still 150: nothing was lost
   14  B         releases the lease
   15  A         takes the lease: token 3
@@ -68,7 +68,7 @@ bob    release                    -> released
 carol  acquire for 300 ms         -> acquired, token 3; she is never heard of again
 alice  acquire                    -> acquired after her expiry, token 4
 carol  release with her old token -> not released
-carol  write through the fence    -> rejected: stale fence: "printer" refused token 3; token 4 came later
+carol  write through the fence    -> rejected: stale fence: "printer" refused token 3; it has seen token 4
 "#;
 
 #[test]
@@ -79,7 +79,7 @@ fn lock_server_gives_its_answers() {
 const STORAGE: &str = r#"A lock elsewhere gives the tokens; the storage remembers the largest one it has seen.
   token 33  accepted
   token 34  accepted
-  token 33  rejected: stale fence: "file" refused token 33; token 34 came later
+  token 33  rejected: stale fence: "file" refused token 33; it has seen token 34
   the file reads: written with 34
 
 The lease is in the same database; the table is protected by it.

@@ -142,14 +142,14 @@ async fn beat(
         }
         // Paused beyond the deadline: lost by our own clock, without asking.
         if life.trusted_until().has_passed() {
-            return Err(if failed { LossReason::Unreachable } else { LossReason::Expired });
+            return Err(at_deadline(failed));
         }
         let sent = Moment::now();
         let answer = tokio::select! {
             biased;
             // No attempt may use up the time of the next one.
             answer = timeout(period.max(Duration::from_millis(20)), attempt(shared, session, &call)) => answer,
-            () = life.trusted_until().reached() => return Err(LossReason::Unreachable),
+            () = life.trusted_until().reached() => return Err(at_deadline(failed)),
             _ = stop.wait_for(|stop| *stop) => return Ok(()),
         };
         match answer {
@@ -163,6 +163,8 @@ async fn beat(
                 // From when this one was sent; a missed beat is skipped, not made up for.
                 next = sent.after(period);
             }
+            // On waking from a pause every timer has run out: no fault of the database's.
+            _ if life.trusted_until().has_passed() => return Err(at_deadline(failed)),
             unanswered => {
                 let why = match unanswered {
                     Ok(Err(error)) => error.to_string(),
@@ -174,6 +176,12 @@ async fn beat(
             }
         }
     }
+}
+
+/// Why a life ends at its deadline. An attempt takes a third of the ttl at most, so if the database was out
+/// of reach one has failed before; if none has, this process did not run.
+fn at_deadline(an_attempt_failed: bool) -> LossReason {
+    if an_attempt_failed { LossReason::Unreachable } else { LossReason::Expired }
 }
 
 /// One call on the heartbeat's session, which is opened anew if there is none. It stays in place only when

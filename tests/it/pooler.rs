@@ -11,7 +11,7 @@ use fencepost::testing::Server;
 use sqlx::Connection as _;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
 
-use crate::support::{LONG, SHORT, connect, hold, lease, owner, terminate, until, until_true, within};
+use crate::support::{LONG, SHORT, connect, hold, lease, owner, until, until_true, within};
 
 struct PgBouncer {
     child: Child,
@@ -170,7 +170,6 @@ async fn sessions_lost_behind_a_pooler_are_survived_and_death_is_told() {
     let brief = hold(&short, "brief").await;
     drop(pgbouncer);
     assert_eq!(within("the deadline", brief.lost()).await, fencepost::LossReason::Unreachable);
-    drop(terminate(&direct, "nobody").await);
 }
 
 #[tokio::test(flavor = "multi_thread")]

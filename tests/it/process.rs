@@ -102,7 +102,7 @@ async fn a_paused_process_knows_at_once_and_its_fence_rejects() {
     assert_eq!((believes.as_str(), reason.as_str(), again.as_str()), ("false", "Expired", "true"));
     assert_eq!(
         fence,
-        format!("stale fence: \"report\" refused token {token}; token {} came later", next.token())
+        format!("stale fence: \"report\" refused token {token}; it has seen token {}", next.token())
     );
     assert!(next.is_held());
 }

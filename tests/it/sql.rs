@@ -26,8 +26,8 @@ async fn release(conn: &mut PgConnection, name: &str, token: FencingToken, id: G
         .unwrap()
 }
 
-fn code(refused: sqlx::Error) -> String {
-    refused.as_database_error().expect("a report of the server").code().unwrap().into_owned()
+fn code(refused: impl std::borrow::Borrow<sqlx::Error>) -> String {
+    refused.borrow().as_database_error().expect("a report of the server").code().unwrap().into_owned()
 }
 
 // Like SET NX PX, with nothing but psql: name and time, released only by the right pair.
