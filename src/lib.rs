@@ -31,7 +31,7 @@
 //! # What it does not do
 //! It does not exclude side effects that check no token. It is not a job framework and not a driver.
 //!
-//! Longer reading: `docs/fencing.md`.
+//! Longer reading: [`docs::fencing`], [`docs::failure`].
 
 mod error;
 pub mod fence;
@@ -56,3 +56,16 @@ pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
 pub use prune::{Pruned, prune};
 pub use token::{FencingToken, Grant, GrantId};
+
+/// Longer reading.
+pub mod docs {
+    #[doc = include_str!("../docs/failure.md")]
+    pub mod failure {}
+    #[doc = include_str!("../docs/fencing.md")]
+    pub mod fencing {}
+}
+
+/// So that the code in it is checked.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
