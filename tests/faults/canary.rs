@@ -55,6 +55,19 @@ pub(crate) const IGNORES_LIFE: Canary = Canary {
     ),
 };
 
+/// It promises another ttl of life and leaves the row as it is.
+pub(crate) const IDLE_HEARTBEAT: Canary = Canary {
+    mistake: "a heartbeat that answers and renews nothing",
+    breaks: "I4",
+    change: Change::Function(
+        "fencepost.heartbeat",
+        &[
+            ("SET expires_at = clock_timestamp() + o.ttl", "SET expires_at = o.expires_at"),
+            ("RETURNING o.expires_at - clock_timestamp()", "RETURNING o.ttl"),
+        ],
+    ),
+};
+
 /// The token is drawn before the row is locked; the time between the two is stretched. The calls overlap, so I1
 /// cannot tell their order, but what is written with the tokens can.
 pub(crate) const EARLY_TOKEN: Canary = Canary {

@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | I1 | a grant | it began after another's answer and its token is not larger; or a token is there twice |
 //! | I2 | a write, a row | acknowledged and not once in the log; in the log and known to have failed, or by nobody; values not 1 … n; tokens fall; COMMIT sent after the answer of a later grant, and there |
-//! | I4 | a look at `is_held` | "yes", asked, or still to be relied on, after the answer of a later grant |
+//! | I4 | a look at `is_held` | "yes", asked, or still to be relied on, after the answer of a later grant, or after being told of the loss by the signal or a fence |
 //! | I5 | a stop longer than the trust | "yes" after waking; or no signal within [`SIGNAL_WITHIN`] |
 //!
 //! I3 (the twin loses updates), I11 (hygiene) and I12 (progress) are counted by the controller and by the tests.
@@ -17,7 +17,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
-use crate::history::{Kind, Phase, Record};
+use crate::history::{Kind, Phase, REJECTED, Record};
 
 /// How late the signal of a loss may come after the process runs again. Not a measurement: one is reported.
 pub(crate) const SIGNAL_WITHIN: Duration = Duration::from_secs(2);
@@ -106,6 +106,11 @@ struct Step {
 }
 
 impl Step {
+    /// By a fence, or because it is known to be lost.
+    fn is_rejected(&self) -> bool {
+        self.kind == Kind::Write && self.is(Phase::Fail) && self.why.starts_with(REJECTED)
+    }
+
     fn is(&self, phase: Phase) -> bool {
         self.ended.is_some_and(|(_, ended)| ended == phase)
     }
@@ -135,9 +140,10 @@ fn count(step: &Step, report: &mut Report) {
     let what = match (step.kind, step.ended.map(|(_, phase)| phase)) {
         (Kind::Acquire, Some(Phase::Ok)) => "grants",
         (Kind::Acquire, Some(Phase::Fail)) => "refused tries",
-        (Kind::Acquire, _) => "unknown acquires",
+        (Kind::Acquire, Some(_)) => "unknown acquires",
+        (Kind::Acquire, None) => "acquires cut off",
         (Kind::Write, Some(Phase::Ok)) => "fenced writes",
-        (Kind::Write, Some(Phase::Fail)) if step.why.starts_with("rejected") => "rejected fences",
+        (Kind::Write, _) if step.is_rejected() => "rejected fences",
         (Kind::Write, Some(Phase::Fail)) if step.why == "rolled back" => "rollbacks",
         (Kind::Write, Some(Phase::Fail)) => "failed writes",
         (Kind::Write, _) if step.commit.is_some() => "unknown commits",
@@ -278,12 +284,18 @@ fn log_is_in_order(facts: &Facts, report: &mut Report) {
 /// *answered* was not the holder then.
 ///
 /// A "yes" with some time remaining is relied on for that time, also by a process that dies: unless it gives
-/// the lease back first, nobody else may have it before.
+/// the lease back first, nobody else may have it before, and no signal and no fence may say otherwise.
 fn nothing_after_a_later_grant(facts: &Facts, steps: &[Step], grants: &Grants, report: &mut Report) {
     let written: HashSet<(i32, i64)> = facts.log.iter().map(|row| (row.process, row.op)).collect();
     let ends = steps.iter().filter(|step| step.kind == Kind::End);
     let given_back: HashMap<(i32, Option<i64>), u64> =
         ends.map(|step| ((step.process, step.token), step.began)).collect();
+    // The first in time stays.
+    let mut told: HashMap<(i32, Option<i64>), u64> = HashMap::new();
+    for step in steps.iter().filter(|step| step.kind == Kind::Lost || step.is_rejected()) {
+        let (at, _) = step.ended.unwrap_or((u64::MAX, Phase::Unknown));
+        told.entry((step.process, step.token)).and_modify(|first| *first = at.min(*first)).or_insert(at);
+    }
     let later = Later::new(grants);
     for step in steps {
         let (rule, until, stands) = match step.kind {
@@ -299,6 +311,10 @@ fn nothing_after_a_later_grant(facts: &Facts, steps: &[Step], grants: &Grants, r
             _ => continue,
         };
         report.judged(rule);
+        let told = told.get(&(step.process, step.token)).filter(|told| **told < until);
+        if let Some(told) = told.filter(|_| stands && rule == "I4") {
+            report.break_rule(rule, format!("{step:?}, relied on until {until}: told of its loss at {told}"));
+        }
         if let Some(token) = step.token.filter(|_| stands)
             && let Some(later) = later.than(&step.name, token).filter(|later| later.answered < until)
         {
@@ -364,8 +380,10 @@ fn stopped_holders_know(facts: &Facts, grants: &Grants, report: &mut Report) {
             // A process that was killed or stopped again meanwhile had not its time.
             match end {
                 Some(end) if end <= bound => {
-                    let took = Duration::from_nanos(end.saturating_sub(stop.woken));
-                    report.slowest_signal = report.slowest_signal.max(took);
+                    if end < undisturbed {
+                        let took = Duration::from_nanos(end.saturating_sub(stop.woken));
+                        report.slowest_signal = report.slowest_signal.max(took);
+                    }
                 }
                 _ if undisturbed > bound && last > bound => {
                     report.break_rule("I5", format!("{grant:?} is not told of its loss after {stop:?}"));

@@ -181,6 +181,26 @@ fn belief_after_a_later_grant_breaks_i4() {
     assert_eq!(story.judge(2), [0; 4]);
 }
 
+#[test]
+fn belief_beyond_the_signal_or_a_refused_fence_breaks_i4() {
+    for remaining in [60, 5] {
+        let broken = usize::from(remaining == 60);
+        let mut story = handed_over();
+        story.look(1, 10, 40, true);
+        story.facts.records.last_mut().unwrap().value = Some(remaining);
+        story.op += 1;
+        story.record(90, 1, Kind::Lost, Phase::Ok, 10);
+        assert_eq!(story.judge(2), [0, 0, broken, 0]);
+        let mut story = handed_over();
+        story.look(1, 10, 40, true);
+        story.facts.records.last_mut().unwrap().value = Some(remaining);
+        story.op += 1;
+        story.record(80, 1, Kind::Write, Phase::Invoke, 10);
+        story.record(90, 1, Kind::Write, Phase::Fail, 10).why = Some(format!("{REJECTED}: expired"));
+        assert_eq!(story.judge(2), [0, 0, broken, 0]);
+    }
+}
+
 /// Process 1 holds and is stopped from 1 to 2 s, with a ttl of 100 ms.
 fn stopped() -> Story {
     let mut story = Story::default();

@@ -31,6 +31,10 @@ use crate::worker::{Ask, Place};
 /// The longest that anything here may take, on a slow machine too. Not a measurement.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
+/// A paused holder that kept everybody else out for [`BLOCKED_FOR`], twenty times a ttl and more.
+pub(crate) const BLOCKED: &str = "paused, and nobody took over";
+pub(crate) const BLOCKED_FOR: Duration = Duration::from_secs(5);
+
 /// No more than these are stopped at a time: somebody must take over.
 const MOST_STOPPED: usize = 3;
 
@@ -187,8 +191,16 @@ async fn inject(
             *faults.entry(fault).or_default() += 1;
         }
     }
-    for fault in stopping.join_all().await.into_iter().flatten() {
-        *faults.entry(fault).or_default() += 1;
+    // Those that are stopped wait for others to take over, so the others must go on.
+    while !stopping.is_empty() {
+        tokio::select! {
+            Some((target, _)) = asked.recv() => fleet.refuse(target),
+            Some(fault) = stopping.join_next() => {
+                if let Some(fault) = fault.unwrap() {
+                    *faults.entry(fault).or_default() += 1;
+                }
+            }
+        }
     }
     faults
 }
@@ -213,10 +225,11 @@ async fn stop_where_it_hurts(
         fleet.refuse(target);
         return None;
     };
-    let overtaken = timeout(Duration::from_secs(3), overtaken(pool, ask.clone())).await.is_ok();
+    let overtaken = timeout(BLOCKED_FOR, overtaken(pool, ask.clone())).await.is_ok();
     fleet.wake(target, stood, true);
     Some(match (overtaken, ask.place) {
-        (false, _) => "paused, not overtaken",
+        (false, Place::Twin) => "paused, and nobody wrote",
+        (false, _) => BLOCKED,
         (true, Place::Fenced) => "paused in a fenced transaction",
         (true, Place::Twin) => "paused in an unfenced write",
         (true, Place::Idle) => "paused holding",

@@ -41,6 +41,8 @@ pub(crate) struct Fleet {
     dice: Mutex<Dice>,
     started: Mutex<i32>,
     stops: Mutex<Vec<Stop>>,
+    /// Those that ended by themselves and not well.
+    failed: Mutex<Vec<String>>,
     asks: mpsc::UnboundedSender<(Target, Ask)>,
     url: String,
     folder: PathBuf,
@@ -61,7 +63,8 @@ impl Fleet {
         asks: mpsc::UnboundedSender<(Target, Ask)>,
     ) -> Self {
         let (workers, started, stops) = (Mutex::default(), Mutex::new(0), Mutex::default());
-        Self { workers, dice: Mutex::new(Dice::new(seed)), started, stops, asks, url, folder, names }
+        let (dice, failed) = (Mutex::new(Dice::new(seed)), Mutex::default());
+        Self { workers, dice, started, stops, failed, asks, url, folder, names }
     }
 
     pub(crate) fn start(&self, count: usize) {
@@ -171,7 +174,13 @@ impl Fleet {
 
     /// Kills it, stopped or not, and puts a fresh process into its place.
     pub(crate) fn replace(&self, target: Target) {
-        if self.with(target, end).is_some() {
+        let ended = self.with(target, |worker| {
+            if let Some(status) = worker.child.try_wait().unwrap() {
+                lock(&self.failed).push(format!("worker process {} ended with {status}", worker.process));
+            }
+            end(worker);
+        });
+        if ended.is_some() {
             let fresh = self.spawn(target.place, false);
             lock(&self.workers)[target.place] = fresh;
         }
@@ -183,22 +192,21 @@ impl Fleet {
         worker.map(act)
     }
 
-    /// Tells all to end, and waits; the processes that did not end well.
+    /// Tells all to end, and waits; the processes of the fleet that did not end well.
     pub(crate) async fn finish(&self) -> Vec<String> {
         for worker in lock(&self.workers).iter_mut() {
             drop(worker.input.write_all(b"quit\n"));
         }
         let ended = || {
             let mut workers = lock(&self.workers);
-            let ended: Option<Vec<_>> = workers.iter_mut().map(|w| w.child.try_wait().unwrap()).collect();
-            Some((0..).zip(ended?).filter(|(_, status)| !status.success()).collect::<Vec<(usize, _)>>())
+            workers.iter_mut().map(|w| Some((w.process, w.child.try_wait().unwrap()?))).collect()
         };
-        let failed = until("all workers have ended", ended).await;
-        let gone = std::mem::take(&mut *lock(&self.workers));
+        let ended: Vec<_> = until("all workers have ended", ended).await;
+        lock(&self.workers).clear();
+        let mut failed = std::mem::take(&mut *lock(&self.failed));
+        let badly = ended.iter().filter(|(_, status)| !status.success());
+        failed.extend(badly.map(|(process, status)| format!("worker process {process} ended with {status}")));
         failed
-            .iter()
-            .map(|(place, status)| format!("worker process {} ended with {status}", gone[*place].process))
-            .collect()
     }
 
     /// A fresh process takes each name once; whether it could.

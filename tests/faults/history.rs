@@ -50,6 +50,9 @@ pub(crate) enum Phase {
     Unknown,
 }
 
+/// What begins the reason of a write that was refused because the lease is lost.
+pub(crate) const REJECTED: &str = "rejected";
+
 /// One line. A step is the records of one `process` with one `op`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Record {

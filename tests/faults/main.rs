@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use tokio::sync::Mutex;
 
-use crate::canary::{CACHED_TOKENS, Canary, EARLY_TOKEN, IGNORES_LIFE, NO_FENCE, WEAK_LOCK};
+use crate::canary::{CACHED_TOKENS, Canary, EARLY_TOKEN, IDLE_HEARTBEAT, IGNORES_LIFE, NO_FENCE, WEAK_LOCK};
 use crate::checker::Report;
 use crate::controller::{Outcome, Plan};
 
@@ -93,6 +93,11 @@ async fn a_takeover_from_the_living_is_noticed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_heartbeat_that_does_not_renew_is_noticed() {
+    notices(IDLE_HEARTBEAT).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_token_drawn_too_early_is_noticed() {
     notices(EARLY_TOKEN).await;
 }
@@ -139,6 +144,17 @@ fn progress_and_hygiene(outcome: &Outcome, report: &mut Report) {
     report.judged("I11");
     for left in &outcome.left {
         report.break_rule("I11", left.clone());
+    }
+    for (fault, times) in &outcome.faults {
+        for _ in 0..if fault.starts_with("paused") { *times } else { 0 } {
+            report.judged("I12");
+        }
+    }
+    if let Some(times) = outcome.faults.get(controller::BLOCKED) {
+        report.break_rule(
+            "I12",
+            format!("a paused holder blocked for {:?}, {times} times", controller::BLOCKED_FOR),
+        );
     }
     report.judged("I12");
     if outcome.healed.is_none() {

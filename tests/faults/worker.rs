@@ -26,7 +26,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{sleep, timeout};
 
 use crate::dice::Dice;
-use crate::history::{Kind, Phase, Record, Writer, now};
+use crate::history::{Kind, Phase, REJECTED, Record, Writer, now};
 
 /// The variable that carries the orders.
 pub(crate) const VARIABLE: &str = "FENCEPOST_FAULTS_WORKER";
@@ -265,7 +265,7 @@ impl Worker {
         let mut tx = match held.begin_with(&self.pool, isolation).await {
             Ok(tx) => tx,
             Err(error) => {
-                let why = if error.is_lost() { "rejected" } else { "not begun" };
+                let why = if error.is_lost() { REJECTED } else { "not begun" };
                 return self.history.write(&record(Phase::Fail).why(format!("{why}: {error}")));
             }
         };
