@@ -379,12 +379,11 @@ fn stopped_holders_know(facts: &Facts, grants: &Grants, report: &mut Report) {
             }
             // A process that was killed or stopped again meanwhile had not its time.
             match end {
-                Some(end) if end <= bound => {
-                    if end < undisturbed {
-                        let took = Duration::from_nanos(end.saturating_sub(stop.woken));
-                        report.slowest_signal = report.slowest_signal.max(took);
-                    }
+                Some(end) if end <= bound && end < undisturbed => {
+                    let took = Duration::from_nanos(end.saturating_sub(stop.woken));
+                    report.slowest_signal = report.slowest_signal.max(took);
                 }
+                Some(end) if end <= bound => {}
                 _ if undisturbed > bound && last > bound => {
                     report.break_rule("I5", format!("{grant:?} is not told of its loss after {stop:?}"));
                 }
