@@ -58,6 +58,7 @@ const BEGIN: &str = "\
     SET LOCAL search_path = pg_catalog, pg_temp; \
     SET LOCAL lock_timeout = 0; \
     SET LOCAL statement_timeout = 0; \
+    SET LOCAL idle_in_transaction_session_timeout = 0; \
     SET LOCAL synchronous_commit = on; \
     BEGIN";
 

@@ -1,6 +1,8 @@
 //! The shape of the source, checked: layers point down, public async functions say what cancelling does, a
 //! file that grows large says so.
 
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -18,6 +18,9 @@ use crate::token::{FencingToken, Grant, GrantId};
 /// The SQLSTATE of "the owner that asks is dead".
 const OWNER_IS_DEAD: &str = "LK003";
 
+/// What is being done, for errors.
+const STEP: &str = "acquiring a lease";
+
 /// Asks once; a second time under the next life if the database says that the present one is over.
 pub(super) async fn attempt(owner: Owner, lease: Lease) -> Result<Attempt> {
     let shared = owner.shared();
@@ -34,7 +37,6 @@ pub(super) async fn attempt(owner: Owner, lease: Lease) -> Result<Attempt> {
 
 async fn ask(owner: &Owner, lease: &Lease, life: &Arc<Life>) -> Result<Attempt> {
     let shared = owner.shared();
-    const STEP: &str = "acquiring a lease";
     let id = shared.grants.announce();
     let call = |retry| {
         let args = [

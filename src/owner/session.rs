@@ -131,13 +131,12 @@ impl Statements {
             None => self.source.open().await.map_err(Failure::NotSent)?,
         };
         let (answer, session) = session.call(call).await;
-        match session {
-            Some(session) => self.idle().push(session),
-            None => {
-                // The others are likely to be as dead.
-                self.idle().clear();
-                self.doubt();
-            }
+        if let Some(session) = session {
+            self.idle().push(session);
+        } else {
+            // The others are likely to be as dead.
+            self.idle().clear();
+            self.doubt();
         }
         answer.map_err(|error| match error {
             open if leaves_outcome_open(&open) => Failure::Unknown(open),

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    os::unix::process::CommandExt,
+    os::unix::{fs::MetadataExt, process::CommandExt},
     process::{Command, Stdio},
     sync::OnceLock,
     thread,
@@ -50,8 +50,9 @@ impl Identity {
 }
 
 fn ask_own_uid() -> Option<u32> {
-    let output = Command::new("id").arg("-u").stdin(Stdio::null()).output().ok()?;
-    String::from_utf8_lossy(&output.stdout).trim().parse().ok()
+    let output = Command::new("id").arg("-u").stdin(Stdio::null()).output();
+    let uid = output.ok().and_then(|output| String::from_utf8_lossy(&output.stdout).trim().parse().ok());
+    uid.or_else(|| fs::metadata("/proc/self").map(|found| found.uid()).ok())
 }
 
 fn server_user() -> Option<User> {

@@ -35,6 +35,9 @@ const LONGEST_SOCKET: usize = 100;
 /// than none.
 const CACHED_FOR: Duration = Duration::from_hours(24);
 
+/// How the name of a cached cluster begins.
+const CLUSTER: &str = "fencepost-cluster";
+
 /// Linux keeps what lies here in memory.
 const MEMORY: &str = "/dev/shm";
 
@@ -69,10 +72,13 @@ pub struct ServerBuilder {
 }
 
 impl ServerBuilder {
-    /// Keeps Postgres' own settings for durability, for tests of crashes and for measuring.
+    /// Keeps Postgres' own settings for durability, on a real file system: for measuring, and for what a
+    /// power cut would leave.
     ///
-    /// Without it, `fsync`, `full_page_writes` and `synchronous_commit` are off, and even a killed server
-    /// loses commits it had acknowledged.
+    /// Without it, `fsync`, `full_page_writes` and `synchronous_commit` are off, and even a server that only
+    /// [crashes](Server::crash) loses commits it had acknowledged. For a test of such crashes,
+    /// `.setting("synchronous_commit", "on")` is enough, and restarts much faster: the operating system keeps
+    /// what was written to it.
     pub fn durable(mut self) -> Self {
         self.durable = true;
         self
@@ -98,8 +104,8 @@ impl ServerBuilder {
 
     /// Starts the server and returns when it accepts connections.
     ///
-    /// Blocks the thread: 0.1 to 0.2 s as a rule, about 0.6 s for the first server of a day, and for as long as the
-    /// download takes when the binaries have to be fetched.
+    /// Blocks the thread: 0.1 to 0.2 s as a rule, about 0.6 s for the first server of a day, and for as long
+    /// as the download takes when the binaries have to be fetched.
     ///
     /// # Errors
     /// See [`StartError`].
@@ -357,10 +363,10 @@ impl Server {
             _ => state.watchdog.ask("initdb", LIMIT),
         };
         made.map_err(|problem| self.failure("initdb", problem))?;
-        // The cache saves time; that it cannot be filled is no failure.
+        // The cache saves time: that it cannot be filled is no failure.
         if state.watchdog.ask("save", LIMIT).is_ok() {
-            if is_own_folder(cached, uid) {
-                ignore(fs::rename(cached, self.root.join("old")));
+            for old in outdated(cached, uid) {
+                ignore(fs::rename(&old, self.root.join(old.file_name().unwrap_or_default())));
             }
             // Fails when another process was faster, whose cluster is as good.
             ignore(fs::rename(self.root.join("template"), cached));
@@ -480,7 +486,7 @@ fn cluster_name(bin: &Path, identity: Identity) -> String {
         (found.len(), found.mtime(), found.ino()).hash(&mut hasher);
     }
     env!("CARGO_PKG_VERSION").hash(&mut hasher);
-    format!("fencepost-cluster-{}-{:016x}", identity.server_uid(), hasher.finish())
+    format!("{CLUSTER}-{}-{:016x}", identity.server_uid(), hasher.finish())
 }
 
 /// In a shared temp folder, somebody else could have put something under the name.
@@ -492,6 +498,17 @@ fn is_own_folder(path: &Path, uid: u32) -> bool {
 fn is_cluster(path: &Path, uid: u32) -> bool {
     let age = fs::symlink_metadata(path).and_then(|found| found.modified()).map(|time| time.elapsed());
     is_own_folder(path, uid) && matches!(age, Ok(Ok(age)) if age < CACHED_FOR)
+}
+
+/// The cluster that is to be replaced, and others that nobody has made anew for a day.
+fn outdated(cached: &Path, uid: u32) -> Vec<PathBuf> {
+    let start = format!("{CLUSTER}-{uid}-");
+    let entries = cached.parent().and_then(|base| fs::read_dir(base).ok()).into_iter().flatten().flatten();
+    entries
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(&start))
+        .map(|entry| entry.path())
+        .filter(|path| is_own_folder(path, uid) && (path == cached || !is_cluster(path, uid)))
+        .collect()
 }
 
 fn ignore<T, E: std::fmt::Display>(result: Result<T, E>) {

@@ -137,8 +137,8 @@ async fn a_takeover_waits_for_a_heartbeat_in_flight_and_judges_again() {
         let takeover = aside(async move { (granted(&mut taking, "x", taker).await, taking) });
         stage.someone_waits().await;
         run(&mut beating, if commits { "COMMIT" } else { "ROLLBACK" }).await;
-        let (taken, _) = within("the take-over", takeover).await.unwrap();
-        assert_eq!(taken, !commits);
+        let (got_it, _) = within("the take-over", takeover).await.unwrap();
+        assert_eq!(got_it, !commits);
         assert_eq!(stage.marked_dead(holder).await, !commits, "dead exactly if it was taken from");
     }
 }

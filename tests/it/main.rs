@@ -10,13 +10,18 @@
 #![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
 mod cancel;
+mod durability;
 mod fence;
 mod inputs;
 mod interleave;
 mod lease;
 mod migrate;
 mod owner;
+mod pooler;
+mod postgres_facts;
+mod process;
 mod protect;
 mod proxy;
 mod sql;
 mod support;
+mod wire;

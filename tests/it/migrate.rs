@@ -31,13 +31,13 @@ async fn any_number_of_replicas_may_migrate_at_once() {
     let replicas: Vec<_> = (0..8)
         .map(|_| {
             let pool = pool.clone();
-            tokio::spawn(async move { fencepost::migrate(&pool).await })
+            tokio::spawn(async move { migrate(&pool).await })
         })
         .collect();
     for replica in replicas {
         within("migrating", replica).await.unwrap().unwrap();
     }
-    fencepost::migrate(&pool).await.unwrap();
+    migrate(&pool).await.unwrap();
     let applied: Vec<i32> = sqlx::query_scalar("SELECT version FROM fencepost._migrations ORDER BY version")
         .fetch_all(&pool)
         .await
@@ -52,13 +52,13 @@ async fn a_failed_migration_leaves_nothing_behind_and_the_next_one_works() {
     let (_database, pool) = empty().await;
     // Something in the way of the third migration.
     pool.execute("CREATE SCHEMA fencepost; CREATE TABLE fencepost.leases (mine int)").await.unwrap();
-    let failed = fencepost::migrate(&pool).await.unwrap_err();
+    let failed = migrate(&pool).await.unwrap_err();
     assert_eq!(failed.sqlstate(), Some("42P07"), "{failed:?}");
     let nothing = "SELECT NOT EXISTS (SELECT FROM pg_class WHERE relnamespace = 'fencepost'::regnamespace AND relname <> 'leases')";
     until_true(&pool, "nothing of it is left", nothing).await;
     until_true(&pool, "no lock is left", NO_LOCK_LEFT).await;
     pool.execute("DROP TABLE fencepost.leases").await.unwrap();
-    fencepost::migrate(&pool).await.unwrap();
+    migrate(&pool).await.unwrap();
     Owner::start(&pool).await.unwrap().shutdown().await.unwrap();
 }
 
@@ -66,7 +66,7 @@ async fn a_failed_migration_leaves_nothing_behind_and_the_next_one_works() {
 async fn a_migration_dropped_after_any_poll_leaves_all_or_nothing() {
     let (_database, pool) = empty().await;
     for polls in 0.. {
-        let complete = after_polls(polls, fencepost::migrate(&pool)).await.is_some();
+        let complete = after_polls(polls, migrate(&pool)).await.is_some();
         until_true(&pool, "no lock is left", NO_LOCK_LEFT).await;
         let parts: i64 = sqlx::query_scalar(
             "SELECT count(*) FROM pg_proc WHERE pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = 'fencepost') \
@@ -98,7 +98,7 @@ async fn the_printed_form_serves_the_applications_own_migrations() {
     let a = owner(&pool, "a", LONG).await;
     hold(&a, "report").await.release().await.unwrap();
     // Nothing to do, and nothing done.
-    fencepost::migrate(&pool).await.unwrap();
+    migrate(&pool).await.unwrap();
     until_true(&pool, "no table of ours", "SELECT to_regclass('fencepost._migrations') IS NULL").await;
     let untouched: i64 = sqlx::query_scalar("SELECT sum(version)::bigint FROM _sqlx_migrations")
         .fetch_one(&pool)
@@ -107,7 +107,7 @@ async fn the_printed_form_serves_the_applications_own_migrations() {
     assert_eq!(untouched, 1);
     // After an upgrade of the library the application's migrations lag behind: they must do it.
     pretend(&pool, migrate::VERSION - 1, 1).await;
-    let behind = fencepost::migrate(&pool).await.unwrap_err();
+    let behind = migrate(&pool).await.unwrap_err();
     let Error::SchemaVersion { library, schema, .. } = behind else { panic!("{behind:?}") };
     assert_eq!((library, schema), (migrate::VERSION, migrate::VERSION - 1));
     assert!(migrate::sql_since(migrate::VERSION - 1).contains("fencepost.version()"));
@@ -119,12 +119,12 @@ async fn a_newer_schema_serves_an_older_library_or_says_so() {
     let (_database, pool) = database().await;
     let before = owner(&pool, "before", LONG).await;
     pretend(&pool, migrate::VERSION + 2, migrate::VERSION).await;
-    fencepost::migrate(&pool).await.unwrap();
+    migrate(&pool).await.unwrap();
     let after = owner(&pool, "after", LONG).await;
     hold(&before, "report").await.release().await.unwrap();
     hold(&after, "report").await.release().await.unwrap();
     pretend(&pool, migrate::VERSION + 2, migrate::VERSION + 1).await;
-    for refused in [fencepost::migrate(&pool).await.unwrap_err(), Owner::start(&pool).await.unwrap_err()] {
+    for refused in [migrate(&pool).await.unwrap_err(), Owner::start(&pool).await.unwrap_err()] {
         let text = refused.to_string();
         let Error::SchemaVersion { library, schema, compatible_from, .. } = refused else {
             panic!("{refused:?}")

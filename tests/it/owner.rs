@@ -248,7 +248,7 @@ async fn hostile_defaults_do_not_matter() {
         "default_transaction_deferrable = on",
         "statement_timeout = '150ms'",
         "lock_timeout = '1ms'",
-        "idle_in_transaction_session_timeout = '1ms'",
+        "idle_in_transaction_session_timeout = '150ms'",
         "idle_session_timeout = '150ms'",
         "search_path = 'nowhere'",
         "timezone = 'Asia/Kathmandu'",

@@ -107,6 +107,7 @@ async fn upward(
     swallow: Arc<AtomicBool>,
 ) {
     let mut startup = true;
+    let mut before = None;
     loop {
         let mut message = vec![0; if startup { 4 } else { 5 }];
         if from.read_exact(&mut message).await.is_err() {
@@ -121,7 +122,10 @@ async fn upward(
         }
         startup = false;
         passable(&state).await;
-        if matches!(kind, b'S' | b'Q') {
+        // A lone Sync is the ping of an sqlx pool that takes a connection back, in the background.
+        let ping = kind == b'S' && before == Some(b'S');
+        before = Some(if kind == b'Q' { b'S' } else { kind });
+        if matches!(kind, b'S' | b'Q') && !ping {
             state.round_trips.fetch_add(1, Ordering::SeqCst);
         }
         let cut_now = {

@@ -12,7 +12,7 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
 /// A ttl that outlasts a test: nothing dies unless the test makes it.
-pub(crate) const LONG: Duration = Duration::from_secs(60);
+pub(crate) const LONG: Duration = Duration::from_mins(1);
 
 /// A ttl whose end a test waits for.
 pub(crate) const SHORT: Duration = Duration::from_millis(400);

@@ -1,0 +1,184 @@
+//! Behind PgBouncer in transaction mode: found by the probe, and everything of the spine works.
+//!
+//! Where PgBouncer is not installed these tests say so loudly and pass; `.ci/run` installs it.
+
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use fencepost::testing::Server;
+use sqlx::Connection as _;
+use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
+
+use crate::support::{LONG, SHORT, connect, hold, lease, owner, terminate, until, until_true, within};
+
+struct PgBouncer {
+    child: Child,
+    folder: PathBuf,
+    options: PgConnectOptions,
+}
+
+impl PgBouncer {
+    /// In front of the server, or none where it is not installed.
+    async fn before(server: &Server, mode: &str, pool_size: u32) -> Option<Self> {
+        let program = std::env::var_os("PATH")
+            .iter()
+            .flat_map(std::env::split_paths)
+            .chain(["/usr/sbin".into()])
+            .map(|folder| folder.join("pgbouncer"))
+            .find(|path| path.is_file());
+        let Some(program) = program else {
+            eprintln!(
+                "SKIPPED: pgbouncer is not installed, so nothing was checked behind a transaction-mode pooler"
+            );
+            return None;
+        };
+        let folder = server.socket_dir().join(format!("pgbouncer-{mode}-{pool_size}"));
+        std::fs::create_dir(&folder).unwrap();
+        // A port of the system's choice may be taken again before PgBouncer has it: its socket cannot.
+        let config = format!(
+            "[databases]\npostgres = host={} port={} user=postgres\n\
+             [pgbouncer]\nlisten_addr =\nlisten_port = 6432\nunix_socket_dir = {}\nauth_type = any\n\
+             pool_mode = {mode}\ndefault_pool_size = {pool_size}\nmax_client_conn = 100\n\
+             ignore_startup_parameters = extra_float_digits\nlogfile = {}/log\n",
+            server.socket_dir().display(),
+            server.port(),
+            folder.display(),
+            folder.display(),
+        );
+        std::fs::write(folder.join("ini"), config).unwrap();
+        let mut command = Command::new(program);
+        command
+            .arg("-q")
+            .arg(folder.join("ini"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        if let Some((user, group)) = server.run_as() {
+            // It refuses to run as root, like the server.
+            std::os::unix::fs::chown(&folder, Some(user), Some(group)).unwrap();
+            command.uid(user).gid(group);
+        }
+        let child = command.spawn().unwrap();
+        let options = PgConnectOptions::new_without_pgpass()
+            .socket(&folder)
+            .port(6432)
+            .ssl_mode(PgSslMode::Disable)
+            .username("postgres")
+            .database("postgres");
+        let mut started = Self { child, folder, options };
+        until("pgbouncer answers", async || {
+            assert!(
+                started.child.try_wait().unwrap().is_none(),
+                "{}",
+                std::fs::read_to_string(started.folder.join("log")).unwrap_or_default()
+            );
+            sqlx::PgConnection::connect_with(&started.options).await.ok().map(drop)
+        })
+        .await;
+        Some(started)
+    }
+}
+
+impl Drop for PgBouncer {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+async fn server() -> Server {
+    let server = tokio::task::spawn_blocking(|| Server::start().unwrap()).await.unwrap();
+    let pool = PgPoolOptions::new().connect_lazy_with(server.options());
+    fencepost::migrate(&pool).await.unwrap();
+    pool.close().await;
+    server
+}
+
+// C06: found, and leases work: acquire, refuse, beat, fence, lose, release, shut down.
+#[tokio::test(flavor = "multi_thread")]
+async fn leases_work_behind_a_transaction_mode_pooler() {
+    let server = server().await;
+    for pool_size in [1, 5] {
+        let Some(pgbouncer) = PgBouncer::before(&server, "transaction", pool_size).await else { return };
+        let direct = PgPoolOptions::new().connect_lazy_with(server.options());
+        let pooled = PgPoolOptions::new().max_connections(5).connect_lazy_with(pgbouncer.options.clone());
+        fencepost::migrate(&pooled).await.unwrap();
+        // Many clients on few sessions: prepared statements would collide.
+        let mut owners = Vec::new();
+        for n in 0..4 {
+            owners.push(
+                within("an owner", owner(&pooled, &format!("pooled-{n}"), Duration::from_secs(5))).await,
+            );
+        }
+        assert!(owners.iter().all(fencepost::Owner::is_pooled));
+        let straight = owner(&direct, "direct", LONG).await;
+        assert!(!straight.is_pooled());
+        let tagged = lease("o'brien's").metadata(&"o'hara").unwrap();
+        let held = tagged.try_acquire(&owners[0]).await.unwrap().unwrap();
+        for other in owners[1..].iter().chain([&straight]) {
+            assert!(lease("o'brien's").try_acquire(other).await.unwrap().is_none());
+        }
+        for owner in &owners {
+            for n in 0..5 {
+                let held = hold(owner, &format!("lease-{n}")).await;
+                // One simple-protocol message: BEGIN and the fence on whatever session it is.
+                held.begin(&pooled).await.unwrap().commit().await.unwrap();
+                assert!(held.release().await.unwrap());
+            }
+        }
+        let beaten = "SELECT max(expires_at - started_at) > 2 * max(ttl) FROM fencepost.owners WHERE label = 'pooled-0' AND expires_at > clock_timestamp()";
+        until_true(&direct, "heartbeats", beaten).await;
+        assert!(held.is_held());
+        // Nothing of ours leaked into the sessions that others use next.
+        let mut conn = connect(&pgbouncer.options).await;
+        for (setting, default) in
+            [("synchronous_commit", "off"), ("statement_timeout", "0"), ("search_path", "\"$user\", public")]
+        {
+            let show = sqlx::AssertSqlSafe(format!("SHOW {setting}"));
+            let row = sqlx::Executor::fetch_one(&mut conn, sqlx::raw_sql(show)).await.unwrap();
+            assert_eq!(sqlx::Row::get::<String, _>(&row, 0), default, "{setting}");
+        }
+        assert!(held.release().await.unwrap());
+        for owner in owners {
+            owner.shutdown().await.unwrap();
+        }
+        drop(pgbouncer);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sessions_lost_behind_a_pooler_are_survived_and_death_is_told() {
+    let server = server().await;
+    let Some(pgbouncer) = PgBouncer::before(&server, "transaction", 3).await else { return };
+    let direct = PgPoolOptions::new().connect_lazy_with(server.options());
+    let pooled = PgPoolOptions::new().connect_lazy_with(pgbouncer.options.clone());
+    let a = owner(&pooled, "a", Duration::from_secs(5)).await;
+    let held = hold(&a, "report").await;
+    sqlx::query("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend' AND query LIKE '%fencepost.%'")
+        .execute(&direct)
+        .await
+        .unwrap();
+    let another = hold(&a, "another").await;
+    assert!(held.is_held() && another.is_held());
+    sqlx::query("UPDATE fencepost.owners SET expires_at = 'epoch'").execute(&direct).await.unwrap();
+    let _found_out = within("the next life", lease("third").try_acquire(&a)).await.unwrap().unwrap();
+    assert!(!held.is_held());
+    // The pooler itself goes away: lost at the local deadline.
+    let short = owner(&pooled, "short", SHORT).await;
+    let brief = hold(&short, "brief").await;
+    drop(pgbouncer);
+    assert_eq!(within("the deadline", brief.lost()).await, fencepost::LossReason::Unreachable);
+    drop(terminate(&direct, "nobody").await);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_mode_pooler_is_as_good_as_none() {
+    let server = server().await;
+    let Some(pgbouncer) = PgBouncer::before(&server, "session", 20).await else { return };
+    let pool = PgPoolOptions::new().connect_lazy_with(pgbouncer.options.clone());
+    let a = owner(&pool, "a", LONG).await;
+    assert!(!a.is_pooled());
+    assert!(hold(&a, "report").await.release().await.unwrap());
+}

@@ -1,0 +1,199 @@
+//! What the code believes of Postgres, one test a belief. A server version that breaks one breaks the library.
+
+use sqlx::{Executor as _, PgConnection, Row as _};
+use tokio::task::JoinHandle;
+
+use crate::support::{connect, database, until_true, within};
+
+async fn two() -> (fencepost::testing::TestDatabase, sqlx::PgPool, PgConnection, PgConnection) {
+    let (database, pool) = database().await;
+    pool.execute("CREATE TABLE fact (id int PRIMARY KEY, n int NOT NULL, until timestamptz); INSERT INTO fact VALUES (1, 0, clock_timestamp() + interval '200 ms')")
+        .await
+        .unwrap();
+    let (a, b) = (connect(&database.options()).await, connect(&database.options()).await);
+    (database, pool, a, b)
+}
+
+fn aside<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
+    tokio::spawn(work)
+}
+
+const SOMEBODY_WAITS: &str = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock')";
+
+async fn run(conn: &mut PgConnection, text: &'static str) -> Result<(), String> {
+    let done = conn.execute(sqlx::raw_sql(text)).await;
+    done.map(drop).map_err(|error| error.as_database_error().unwrap().code().unwrap().into_owned())
+}
+
+async fn text(conn: &mut PgConnection, query: &'static str) -> String {
+    conn.fetch_one(sqlx::raw_sql(query)).await.unwrap().get(0)
+}
+
+// `HeldLease::begin`: statements of one message share an implicit transaction, which BEGIN makes the explicit one.
+#[tokio::test(flavor = "multi_thread")]
+async fn begin_at_the_end_of_a_message_keeps_what_came_before_it() {
+    let (_database, pool, mut a, _) = two().await;
+    run(&mut a, "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE; SELECT FROM fact FOR KEY SHARE; UPDATE fact SET n = 1; BEGIN").await.unwrap();
+    assert_eq!(text(&mut a, "SHOW transaction_isolation").await, "serializable");
+    until_true(&pool, "not committed", "SELECT n = 0 FROM fact").await;
+    run(&mut a, "ROLLBACK").await.unwrap();
+    until_true(&pool, "rolled back", "SELECT n = 0 FROM fact").await;
+    // An error before BEGIN leaves no transaction at all.
+    assert_eq!(run(&mut a, "SELECT 1/0; BEGIN").await.unwrap_err(), "22012");
+    assert_eq!(text(&mut a, "SELECT 'fine'").await, "fine");
+}
+
+// `acquire`: a raised setting lasts to the commit, through the function's own SET clause.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_setting_raised_in_a_function_lasts_until_the_commit() {
+    let (_database, _pool, mut a, _) = two().await;
+    run(&mut a, "CREATE FUNCTION raise() RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS $$ BEGIN PERFORM set_config('synchronous_commit', 'on', true); END $$; SET synchronous_commit = off").await.unwrap();
+    run(&mut a, "BEGIN; SELECT raise()").await.unwrap();
+    assert_eq!(text(&mut a, "SHOW synchronous_commit").await, "on");
+    run(&mut a, "COMMIT").await.unwrap();
+    assert_eq!(text(&mut a, "SHOW synchronous_commit").await, "off");
+}
+
+// `fence`: the credential of `protect` ends with the transaction, and with a savepoint that is rolled back.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_local_setting_of_our_own_ends_with_its_transaction_or_savepoint() {
+    let (_database, _pool, mut a, _) = two().await;
+    let passed = "SELECT coalesce(current_setting('fencepost.passed', true), '')";
+    run(&mut a, "BEGIN; SAVEPOINT s; SELECT set_config('fencepost.passed', 'x', true)").await.unwrap();
+    assert_eq!(text(&mut a, passed).await, "x");
+    run(&mut a, "ROLLBACK TO s").await.unwrap();
+    assert_eq!(text(&mut a, passed).await, "");
+    run(&mut a, "SELECT set_config('fencepost.passed', 'x', true); COMMIT").await.unwrap();
+    assert_eq!(text(&mut a, passed).await, "");
+}
+
+// Lock in one statement, judge in the next: a condition of the locking statement is not evaluated again after a
+// wait for a transaction that only locked the row.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_condition_is_judged_before_the_wait_for_the_row() {
+    let (_database, pool, mut a, mut b) = two().await;
+    run(&mut a, "UPDATE fact SET until = clock_timestamp() + interval '300 ms'").await.unwrap();
+    run(&mut a, "BEGIN; SELECT FROM fact FOR UPDATE").await.unwrap();
+    let update = aside(async move {
+        b.execute("UPDATE fact SET n = 1 WHERE id = 1 AND until > clock_timestamp()")
+            .await
+            .unwrap()
+            .rows_affected()
+    });
+    until_true(&pool, "it waits", SOMEBODY_WAITS).await;
+    until_true(&pool, "it is over", "SELECT until < clock_timestamp() FROM fact").await;
+    run(&mut a, "COMMIT").await.unwrap();
+    assert_eq!(within("the update", update).await.unwrap(), 1, "updated although it was over by then");
+}
+
+// The fence holds KEY SHARE: it passes release (NO KEY UPDATE) and the heartbeat of nobody, it stops a grant (UPDATE).
+#[tokio::test(flavor = "multi_thread")]
+async fn key_share_lets_a_plain_update_pass_and_not_for_update() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    run(&mut a, "BEGIN; SELECT FROM fact FOR KEY SHARE").await.unwrap();
+    run(&mut b, "UPDATE fact SET n = 1").await.unwrap();
+    run(&mut b, "SELECT FROM fact FOR NO KEY UPDATE NOWAIT").await.unwrap();
+    assert_eq!(run(&mut b, "SELECT FROM fact FOR UPDATE NOWAIT").await.unwrap_err(), "55P03");
+    assert_eq!(b.execute("SELECT FROM fact FOR UPDATE SKIP LOCKED").await.unwrap().rows_affected(), 0);
+}
+
+// Under REPEATABLE READ a lock on a row that has moved on since the snapshot is 40001: so success proves that what
+// the snapshot says of the owner's life is still true.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_old_snapshot_cannot_lock_a_row_that_moved_on() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    for level in [
+        "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT FROM fact",
+        "BEGIN ISOLATION LEVEL SERIALIZABLE; SELECT FROM fact",
+    ] {
+        run(&mut a, level).await.unwrap();
+        run(&mut a, "SELECT FROM fact FOR SHARE NOWAIT; ROLLBACK").await.unwrap();
+        run(&mut a, level).await.unwrap();
+        run(&mut b, "UPDATE fact SET n = n + 1").await.unwrap();
+        assert_eq!(run(&mut a, "SELECT FROM fact FOR SHARE NOWAIT").await.unwrap_err(), "40001");
+        run(&mut a, "ROLLBACK").await.unwrap();
+    }
+}
+
+// `acquire` draws the token in a statement after the lock; drawn in VALUES it would come before the wait.
+#[tokio::test(flavor = "multi_thread")]
+async fn nextval_in_values_is_drawn_before_the_wait() {
+    let (_database, pool, mut a, mut b) = two().await;
+    run(&mut a, "CREATE SEQUENCE s").await.unwrap();
+    run(&mut a, "BEGIN; SELECT FROM fact FOR UPDATE").await.unwrap();
+    let naive = aside(async move {
+        b.fetch_one("INSERT INTO fact VALUES (1, nextval('s')) ON CONFLICT (id) DO UPDATE SET n = EXCLUDED.n RETURNING n").await.unwrap().get::<i32, _>(0)
+    });
+    until_true(&pool, "it waits", SOMEBODY_WAITS).await;
+    // Drawn later, and committed earlier.
+    run(&mut a, "UPDATE fact SET n = nextval('s')::int; COMMIT").await.unwrap();
+    assert_eq!(within("the upsert", naive).await.unwrap(), 1, "smaller than the 2 that was there before it");
+}
+
+// `protect` has to visit each partition, and a plain table is not in its own tree of partitions.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_statement_fires_the_triggers_of_the_table_it_names() {
+    let (_database, _pool, mut a, _) = two().await;
+    assert_eq!(text(&mut a, "SELECT count(*)::text FROM pg_partition_tree('fact')").await, "0");
+    run(
+        &mut a,
+        "CREATE TABLE parent (id int) PARTITION BY RANGE (id); CREATE TABLE child PARTITION OF parent FOR VALUES FROM (0) TO (9); \
+         CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN UPDATE public.fact SET n = n + 1; RETURN NULL; END $$; \
+         CREATE TRIGGER note AFTER INSERT ON parent FOR EACH STATEMENT EXECUTE FUNCTION note(); INSERT INTO child VALUES (1)",
+    )
+    .await
+    .unwrap();
+    assert_eq!(
+        text(&mut a, "SELECT n::text FROM fact").await,
+        "0",
+        "an insert into the child is not one into the parent"
+    );
+    run(&mut a, "INSERT INTO parent VALUES (1)").await.unwrap();
+    assert_eq!(text(&mut a, "SELECT n::text FROM fact").await, "1");
+}
+
+// `migrate` asks the catalogs' tables: inside a transaction a cached "there is none" is not refreshed by waiting for an
+// advisory lock.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_look_into_the_catalogs_tables_is_fresh_after_a_wait() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    run(&mut a, "BEGIN; SELECT pg_advisory_xact_lock(7)").await.unwrap();
+    run(&mut b, "BEGIN; SELECT to_regprocedure('public.late()')").await.unwrap();
+    run(&mut a, "CREATE FUNCTION public.late() RETURNS int LANGUAGE sql AS 'SELECT 1'; COMMIT")
+        .await
+        .unwrap();
+    run(&mut b, "SELECT pg_advisory_xact_lock(7)").await.unwrap();
+    let tables = "SELECT count(*)::text FROM pg_catalog.pg_proc WHERE proname = 'late'";
+    assert_eq!(text(&mut b, tables).await, "1");
+}
+
+// Behind a pooler: settings of one message end with it.
+#[tokio::test(flavor = "multi_thread")]
+async fn set_local_in_a_message_ends_with_the_message() {
+    let (_database, _pool, mut a, _) = two().await;
+    let before = text(&mut a, "SHOW statement_timeout").await;
+    assert_eq!(text(&mut a, "SET LOCAL statement_timeout = 4321; SHOW statement_timeout").await, "4321ms");
+    assert_eq!(text(&mut a, "SHOW statement_timeout").await, before);
+}
+
+// A fenced writer whose client is gone is noticed in mid-statement, so it does not keep a grant waiting.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_vanished_is_noticed_in_mid_statement() {
+    let (database, pool, mut a, _) = two().await;
+    let pid: i32 = sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut a).await.unwrap();
+    let busy = aside(async move {
+        run(&mut a, "BEGIN; SET LOCAL client_connection_check_interval = 20; SELECT FROM fact FOR KEY SHARE; SELECT pg_sleep(3600)").await
+    });
+    let sleeping =
+        format!("SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = {pid} AND wait_event = 'PgSleep')");
+    let mut b = connect(&database.options()).await;
+    crate::support::until("it is busy", async || {
+        let row = b.fetch_one(sqlx::AssertSqlSafe(sleeping.clone())).await.unwrap();
+        row.get::<bool, _>(0).then_some(())
+    })
+    .await;
+    busy.abort();
+    drop(busy.await);
+    within("the lock", b.execute("SELECT FROM fact FOR UPDATE")).await.unwrap();
+    drop(pool);
+}

@@ -1,0 +1,203 @@
+//! What travels: round trips counted exactly, replies cut at each step, a network that swallows everything.
+
+use std::time::Duration;
+
+use fencepost::testing::TestDatabase;
+use fencepost::{LossReason, Owner};
+use sqlx::postgres::PgPoolOptions;
+use sqlx::{Executor as _, PgPool};
+
+use crate::proxy::Proxy;
+use crate::support::{LONG, SHORT, database, hold, hold_when_free, lease, owner, until, until_true, within};
+
+/// A database, an observer beside the proxy, and a pool through it.
+async fn through_proxy() -> (TestDatabase, PgPool, Proxy, PgPool) {
+    let (database, observer) = database().await;
+    let proxy = Proxy::before(database.options()).await;
+    let pool =
+        PgPoolOptions::new().max_connections(1).test_before_acquire(false).connect_lazy_with(proxy.options());
+    (database, observer, proxy, pool)
+}
+
+/// How many times the work waited for the server.
+async fn round_trips<T>(proxy: &Proxy, work: impl Future<Output = T>) -> (u64, T) {
+    let before = proxy.round_trips();
+    let done = work.await;
+    (proxy.round_trips() - before, done)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_operation_is_one_round_trip() {
+    let (_database, _observer, proxy, pool) = through_proxy().await;
+    let a = owner(&pool, "a", LONG).await;
+    let b = owner(&pool, "b", LONG).await;
+    // Prepared once on each session.
+    for owner in [&a, &b] {
+        assert!(hold(owner, "warm").await.release().await.unwrap());
+    }
+    pool.execute("CREATE TABLE data (n int)").await.unwrap();
+    let (trips, held) = round_trips(&proxy, hold(&a, "report")).await;
+    assert_eq!(trips, 1, "acquire");
+    let (trips, refused) = round_trips(&proxy, lease("report").try_acquire(&b)).await;
+    assert_eq!((trips, refused.unwrap().is_none()), (1, true), "refused");
+    let (trips, tx) = round_trips(&proxy, held.begin(&pool)).await;
+    assert_eq!(trips, 1, "BEGIN and the fence");
+    let (trips, done) = round_trips(&proxy, tx.unwrap().commit()).await;
+    done.unwrap();
+    assert_eq!(trips, 1, "COMMIT");
+    let mut tx = pool.begin().await.unwrap();
+    let (trips, passed) = round_trips(&proxy, held.fence(&mut tx)).await;
+    passed.unwrap();
+    assert_eq!(trips, 1, "the fence in a transaction");
+    tx.commit().await.unwrap();
+    let (trips, _) = round_trips(&proxy, async { (held.is_held(), held.remaining(), held.token()) }).await;
+    assert_eq!(trips, 0, "asking a held lease costs nothing");
+    let (trips, released) = round_trips(&proxy, held.release()).await;
+    assert_eq!((trips, released.unwrap()), (1, true), "release");
+}
+
+// A refused try writes nothing: no transaction id, no WAL.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_try_writes_nothing() {
+    // A server of its own: WAL is the whole server's.
+    let server = tokio::task::spawn_blocking(|| fencepost::testing::Server::start().unwrap()).await.unwrap();
+    let pool = PgPoolOptions::new().max_connections(1).connect_lazy_with(server.options());
+    fencepost::migrate(&pool).await.unwrap();
+    let (a, b) = (owner(&pool, "a", Owner::MAX_TTL).await, owner(&pool, "b", Owner::MAX_TTL).await);
+    let _held = hold(&a, "report").await;
+    assert!(lease("report").try_acquire(&b).await.unwrap().is_none());
+    let written = "SELECT pg_current_wal_insert_lsn()::text || ' ' || pg_current_snapshot()::text";
+    // Now and then the server writes a little by itself: one quiet round is enough.
+    until("a round without a byte of WAL or a transaction id", async || {
+        let before: String = sqlx::query_scalar(written).fetch_one(&pool).await.unwrap();
+        for _ in 0..100 {
+            assert!(lease("report").try_acquire(&b).await.unwrap().is_none());
+        }
+        let after: String = sqlx::query_scalar(written).fetch_one(&pool).await.unwrap();
+        (before == after).then_some(())
+    })
+    .await;
+}
+
+// B5, C01: the answer to an acquire is lost: asked again, it is the same grant.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_answer_to_an_acquire_is_asked_for_again() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    let a = owner(&pool, "a", LONG).await;
+    for name in ["first grant of its name", "second"] {
+        if name == "second" {
+            assert!(hold(&a, name).await.release().await.unwrap());
+        }
+        let before = proxy.cuts();
+        proxy.cut_answer_to(name);
+        let held = within("the acquire", lease(name).try_acquire(&a)).await.unwrap().unwrap();
+        assert_eq!(proxy.cuts(), before + 1, "the answer was cut");
+        let granted: (i64, bool) = sqlx::query_as(
+            "SELECT token, token = (SELECT last_value FROM fencepost.fencing_token) FROM fencepost.leases WHERE name = $1",
+        )
+        .bind(name)
+        .fetch_one(&observer)
+        .await
+        .unwrap();
+        assert_eq!(granted, (held.token().as_i64(), true), "granted once");
+        assert!(held.is_held() && held.release().await.unwrap());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_answer_to_a_release_is_asked_for_again() {
+    let (_database, _observer, proxy, pool) = through_proxy().await;
+    let a = owner(&pool, "a", LONG).await;
+    assert!(hold(&a, "report").await.release().await.unwrap());
+    let held = hold(&a, "report").await;
+    proxy.cut_answer_to("report");
+    assert!(within("the release", held.release()).await.unwrap(), "it was held until this release");
+    assert_eq!(proxy.cuts(), 1);
+    assert!(hold(&a, "report").await.is_held());
+}
+
+// C17: the answer to a heartbeat is lost: it counts as unknown, and the next one decides.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_answer_to_a_heartbeat_loses_nothing() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    let a = owner(&pool, "a", Duration::from_secs(3)).await;
+    let held = hold(&a, "report").await;
+    let id = crate::support::owner_id(&observer, "a").await;
+    proxy.cut_answer_to(id.as_bytes());
+    until("the cut", async || (proxy.cuts() == 1).then_some(())).await;
+    let beat = "SELECT expires_at > clock_timestamp() + 0.9 * ttl FROM fencepost.owners WHERE label = 'a'";
+    until_true(&observer, "a beat", beat).await;
+    assert!(held.is_held() && a.is_alive());
+    assert!(held.release().await.unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_answer_to_a_start_or_stop_leaves_no_doubt() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    proxy.cut_answer_to("label-of-a");
+    let failed = within("the start", Owner::builder(&pool).label("label-of-a").start()).await;
+    // The connection carries the label, too: whichever answer was cut, the error says to try again.
+    assert!(failed.unwrap_err().is_retryable());
+    let a = owner(&pool, "label-of-a", LONG).await;
+    let _held = hold(&a, "report").await;
+    let id = crate::support::owner_id(&observer, "label-of-a").await;
+    proxy.cut_answer_to(id.as_bytes());
+    within("the shutdown", a.shutdown()).await.unwrap();
+    assert_eq!(proxy.cuts(), 2);
+    assert!(hold(&owner(&pool, "b", LONG).await, "report").await.is_held());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_answer_to_a_begin_leaves_the_pool_and_the_lease_usable() {
+    let (_database, _observer, proxy, pool) = through_proxy().await;
+    let held = hold(&owner(&pool, "a", LONG).await, "report").await;
+    held.begin(&pool).await.unwrap().rollback().await.unwrap();
+    proxy.cut_answer_to("fencepost.fence(");
+    let failed = within("the begin", held.begin(&pool)).await.unwrap_err();
+    assert!(failed.is_retryable() && !failed.is_lost(), "{failed:?}");
+    assert_eq!(proxy.cuts(), 1);
+    held.begin(&pool).await.unwrap().commit().await.unwrap();
+    assert!(held.is_held());
+}
+
+// A network that swallows everything: lost at the local deadline, told by nobody; and afterwards all is well again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_black_hole_is_a_loss_at_the_local_deadline() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    let a = owner(&pool, "a", SHORT).await;
+    let other = owner(&observer, "b", LONG).await;
+    let held = hold(&a, "report").await;
+    proxy.black_hole(true);
+    assert_eq!(within("the deadline", held.lost()).await, LossReason::Unreachable);
+    assert!(!held.is_held());
+    // The others get it when the database's clock says so, not before.
+    let next = hold_when_free(&other, "report").await;
+    assert!(next.token() > held.token());
+    let stuck = within("an acquire gives up", lease("report").try_acquire(&a)).await.unwrap_err();
+    assert!(stuck.is_timeout() || matches!(stuck, fencepost::Error::OutcomeUnknown { .. }), "{stuck:?}");
+    proxy.black_hole(false);
+    let free = hold_when_free(&a, "other").await;
+    assert!(free.is_held() && next.is_held());
+    drop(held);
+    assert!(next.is_held());
+}
+
+// Connections refused for less than the ttl: reconnects until it may.
+#[tokio::test(flavor = "multi_thread")]
+async fn refused_connections_within_the_ttl_lose_nothing() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    let a = owner(&pool, "a", Duration::from_secs(5)).await;
+    let held = hold(&a, "report").await;
+    proxy.refuse(true);
+    crate::support::terminate(&observer, "").await;
+    let gone = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'fencepost%')";
+    until_true(&observer, "no session is left", gone).await;
+    // A beat has been tried in vain: half of its life is gone without a beat.
+    let half = "SELECT expires_at < clock_timestamp() + 0.5 * ttl FROM fencepost.owners WHERE label = 'a'";
+    until_true(&observer, "beats fail", half).await;
+    assert!(held.is_held());
+    proxy.refuse(false);
+    let beat = "SELECT expires_at > clock_timestamp() + 0.9 * ttl FROM fencepost.owners WHERE label = 'a'";
+    until_true(&observer, "a beat", beat).await;
+    assert!(held.is_held() && held.release().await.unwrap());
+}
