@@ -1,0 +1,398 @@
+//! The judge: given what the processes say they did, what the controller did to them, and what the database
+//! holds in the end, which promises were broken?
+//!
+//! Tokens rise, so no search is needed: everything is a comparison of instants and numbers. All instants are of
+//! one clock. A step took effect somewhere between its first and its last record, so one step is *after*
+//! another only if it began after the other's answer; each rule asks only that.
+//!
+//! | rule | judged | broken when |
+//! |---|---|---|
+//! | I1 | a grant | it began after another's answer and its token is not larger; or a token is there twice |
+//! | I2 | a write, a row | acknowledged and not once in the log; in the log and known to have failed, or by nobody; values not 1 … n; tokens fall; COMMIT sent after the answer of a later grant, and there |
+//! | I4 | a look at `is_held` | "yes", asked, or still to be relied on, after the answer of a later grant, or after being told of the loss by the signal or a fence |
+//! | I5 | a stop longer than the trust | "yes" after waking; or no signal within [`SIGNAL_WITHIN`] |
+//!
+//! I3 (the twin loses updates), I11 (hygiene) and I12 (progress) are counted by the controller and by the tests.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::time::Duration;
+
+use crate::history::{Kind, Phase, REJECTED, Record};
+
+/// How late the signal of a loss may come after the process runs again. Not a measurement: one is reported.
+pub(crate) const SIGNAL_WITHIN: Duration = Duration::from_secs(2);
+
+/// A row of the table that only fenced transactions write.
+#[derive(Clone, Debug)]
+pub(crate) struct Row {
+    pub(crate) name: String,
+    pub(crate) token: i64,
+    pub(crate) value: i64,
+    pub(crate) process: i32,
+    pub(crate) op: i64,
+}
+
+/// A time in which a process did not run: from when it was seen to stand still to just before it was woken.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stop {
+    pub(crate) process: i32,
+    pub(crate) stood: u64,
+    pub(crate) woken: u64,
+    pub(crate) ttl: Duration,
+}
+
+/// All that is judged.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Facts {
+    /// In the order of their instants.
+    pub(crate) records: Vec<Record>,
+    pub(crate) stops: Vec<Stop>,
+    pub(crate) log: Vec<Row>,
+    pub(crate) counters: BTreeMap<String, i64>,
+    pub(crate) twins: BTreeMap<String, i64>,
+}
+
+/// What one rule came to.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Verdict {
+    pub(crate) judged: u64,
+    pub(crate) broken: Vec<String>,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Report {
+    pub(crate) verdicts: BTreeMap<&'static str, Verdict>,
+    pub(crate) counts: BTreeMap<&'static str, u64>,
+    /// Acknowledged increments of the twin that its final value lacks, by name.
+    pub(crate) twin_lost: i64,
+    pub(crate) slowest_signal: Duration,
+}
+
+impl Report {
+    pub(crate) fn broken(&self, rule: &str) -> &[String] {
+        self.verdicts.get(rule).map_or(&[], |verdict| &verdict.broken)
+    }
+
+    pub(crate) fn count(&self, what: &str) -> u64 {
+        self.counts.get(what).copied().unwrap_or(0)
+    }
+
+    pub(crate) fn judged(&mut self, rule: &'static str) {
+        self.verdicts.entry(rule).or_default().judged += 1;
+    }
+
+    pub(crate) fn break_rule(&mut self, rule: &'static str, why: String) {
+        self.verdicts.entry(rule).or_default().broken.push(why);
+    }
+
+    fn tally(&mut self, what: &'static str) {
+        *self.counts.entry(what).or_default() += 1;
+    }
+}
+
+/// The records of one step, put together.
+#[derive(Clone, Debug)]
+struct Step {
+    process: i32,
+    op: i64,
+    kind: Kind,
+    name: String,
+    token: Option<i64>,
+    value: Option<i64>,
+    began: u64,
+    commit: Option<u64>,
+    ended: Option<(u64, Phase)>,
+    why: String,
+}
+
+impl Step {
+    /// By a fence, or because it is known to be lost.
+    fn is_rejected(&self) -> bool {
+        self.kind == Kind::Write && self.is(Phase::Fail) && self.why.starts_with(REJECTED)
+    }
+
+    fn is(&self, phase: Phase) -> bool {
+        self.ended.is_some_and(|(_, ended)| ended == phase)
+    }
+}
+
+pub(crate) fn check(facts: &Facts) -> Report {
+    let mut report = Report::default();
+    let steps = steps(&facts.records);
+    let grants = grants(&steps);
+    tokens_rise(&grants, &mut report);
+    writes_are_there_once(facts, &steps, &mut report);
+    log_is_in_order(facts, &mut report);
+    nothing_after_a_later_grant(facts, &steps, &grants, &mut report);
+    stopped_holders_know(facts, &grants, &mut report);
+    for step in &steps {
+        count(step, &mut report);
+    }
+    for (name, value) in &facts.twins {
+        let acknowledged =
+            steps.iter().filter(|s| s.kind == Kind::Twin && s.name == *name && s.is(Phase::Ok));
+        report.twin_lost += (i64::try_from(acknowledged.count()).unwrap() - value).max(0);
+    }
+    report
+}
+
+fn count(step: &Step, report: &mut Report) {
+    let what = match (step.kind, step.ended.map(|(_, phase)| phase)) {
+        (Kind::Acquire, Some(Phase::Ok)) => "grants",
+        (Kind::Acquire, Some(Phase::Fail)) => "refused tries",
+        (Kind::Acquire, Some(_)) => "unknown acquires",
+        (Kind::Acquire, None) => "acquires cut off",
+        (Kind::Write, Some(Phase::Ok)) => "fenced writes",
+        (Kind::Write, _) if step.is_rejected() => "rejected fences",
+        (Kind::Write, Some(Phase::Fail)) if step.why == "rolled back" => "rollbacks",
+        (Kind::Write, Some(Phase::Fail)) => "failed writes",
+        (Kind::Write, _) if step.commit.is_some() => "unknown commits",
+        (Kind::Write, _) => "writes cut off",
+        (Kind::Twin, Some(Phase::Ok)) => "twin writes",
+        (Kind::Lost, _) => "losses signalled",
+        _ => return,
+    };
+    report.tally(what);
+}
+
+fn steps(records: &[Record]) -> Vec<Step> {
+    let mut steps: Vec<Step> = Vec::new();
+    let mut known: HashMap<(i32, i64), usize> = HashMap::new();
+    for record in records {
+        let Record { at, process, op, kind, phase, .. } = *record;
+        let index = *known.entry((process, op)).or_insert_with(|| {
+            let name = record.name.clone();
+            let (token, value, commit, ended, why) = (None, None, None, None, String::new());
+            steps.push(Step { process, op, kind, name, token, value, began: at, commit, ended, why });
+            steps.len() - 1
+        });
+        let step = &mut steps[index];
+        step.token = record.token.or(step.token);
+        step.value = record.value.or(step.value);
+        match phase {
+            Phase::Invoke => {}
+            Phase::Commit => step.commit = Some(at),
+            Phase::Ok | Phase::Fail | Phase::Unknown => {
+                step.ended = Some((at, phase));
+                step.why = record.why.clone().unwrap_or_default();
+            }
+        }
+    }
+    steps
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Grant {
+    process: i32,
+    token: i64,
+    began: u64,
+    answered: u64,
+}
+
+/// By name, in the order of their answers.
+type Grants = HashMap<String, Vec<Grant>>;
+
+fn grants(steps: &[Step]) -> Grants {
+    let mut grants = Grants::new();
+    for step in steps.iter().filter(|step| step.kind == Kind::Acquire) {
+        if let (Some((answered, Phase::Ok)), Some(token)) = (step.ended, step.token) {
+            let grant = Grant { process: step.process, token, began: step.began, answered };
+            grants.entry(step.name.clone()).or_default().push(grant);
+        }
+    }
+    for of_name in grants.values_mut() {
+        of_name.sort_by_key(|grant| grant.answered);
+    }
+    grants
+}
+
+/// I1.
+fn tokens_rise(grants: &Grants, report: &mut Report) {
+    let mut seen = HashSet::new();
+    for (name, answered) in grants {
+        let mut began = answered.clone();
+        began.sort_by_key(|grant| grant.began);
+        let mut earlier = answered.iter().peekable();
+        let mut largest: Option<Grant> = None;
+        for grant in began {
+            report.judged("I1");
+            if !seen.insert(grant.token) {
+                report.break_rule("I1", format!("{name}: token {} is there twice: {grant:?}", grant.token));
+            }
+            while let Some(before) = earlier.next_if(|before| before.answered < grant.began) {
+                if largest.is_none_or(|largest| largest.token < before.token) {
+                    largest = Some(*before);
+                }
+            }
+            if let Some(largest) = largest.filter(|largest| largest.token >= grant.token) {
+                report.break_rule("I1", format!("{name}: {grant:?} began after {largest:?} was answered"));
+            }
+        }
+    }
+}
+
+/// I2: what was acknowledged is there, once; what failed is not; nothing is there that nobody wrote.
+fn writes_are_there_once(facts: &Facts, steps: &[Step], report: &mut Report) {
+    let mut rows: HashMap<(i32, i64), Vec<&Row>> = HashMap::new();
+    for row in &facts.log {
+        rows.entry((row.process, row.op)).or_default().push(row);
+    }
+    for step in steps.iter().filter(|step| step.kind == Kind::Write) {
+        report.judged("I2");
+        let found = rows.remove(&(step.process, step.op)).unwrap_or_default();
+        let same = |row: &&Row| {
+            row.name == step.name && Some(row.token) == step.token && Some(row.value) == step.value
+        };
+        let right = match step.ended.map(|(_, phase)| phase) {
+            Some(Phase::Ok) => found.len() == 1,
+            Some(Phase::Fail) => found.is_empty(),
+            // Without a word of COMMIT it was not sent.
+            _ => found.len() <= usize::from(step.commit.is_some()),
+        };
+        if !right || !found.iter().all(same) {
+            report.break_rule("I2", format!("{step:?} has in the log {found:?}"));
+        }
+    }
+    for row in rows.values().flatten() {
+        report.break_rule("I2", format!("nobody wrote {row:?}"));
+    }
+}
+
+/// I2: the log is a chain: values 1 … n, each read from the one before, tokens never falling.
+fn log_is_in_order(facts: &Facts, report: &mut Report) {
+    for (name, counter) in &facts.counters {
+        let mut log: Vec<&Row> = facts.log.iter().filter(|row| row.name == *name).collect();
+        log.sort_by_key(|row| (row.value, row.token));
+        let mut expected = 1;
+        for row in &log {
+            report.judged("I2");
+            if row.value != expected {
+                report.break_rule("I2", format!("{name}: value {expected} was to come: {row:?}"));
+            }
+            expected = row.value + 1;
+        }
+        for pair in log.windows(2).filter(|pair| pair[0].token > pair[1].token) {
+            report.break_rule("I2", format!("{name}: out of token order: {:?}, then {:?}", pair[0], pair[1]));
+        }
+        if i64::try_from(log.len()).unwrap() != *counter {
+            report.break_rule("I2", format!("{name}: the counter is {counter}, the log has {}", log.len()));
+        }
+    }
+}
+
+/// I4, and the sharp half of I2: whoever relied on its hold, or sent COMMIT, after a later grant had been
+/// *answered* was not the holder then.
+///
+/// A "yes" with some time remaining is relied on for that time, also by a process that dies: unless it gives
+/// the lease back first, nobody else may have it before, and no signal and no fence may say otherwise.
+fn nothing_after_a_later_grant(facts: &Facts, steps: &[Step], grants: &Grants, report: &mut Report) {
+    let written: HashSet<(i32, i64)> = facts.log.iter().map(|row| (row.process, row.op)).collect();
+    let ends = steps.iter().filter(|step| step.kind == Kind::End);
+    let given_back: HashMap<(i32, Option<i64>), u64> =
+        ends.map(|step| ((step.process, step.token), step.began)).collect();
+    // The first in time stays.
+    let mut told: HashMap<(i32, Option<i64>), u64> = HashMap::new();
+    for step in steps.iter().filter(|step| step.kind == Kind::Lost || step.is_rejected()) {
+        let (at, _) = step.ended.unwrap_or((u64::MAX, Phase::Unknown));
+        told.entry((step.process, step.token)).and_modify(|first| *first = at.min(*first)).or_insert(at);
+    }
+    let later = Later::new(grants);
+    for step in steps {
+        let (rule, until, stands) = match step.kind {
+            Kind::Believe => {
+                let remaining = step.value.and_then(|value| u64::try_from(value).ok()).unwrap_or(0);
+                let end = given_back.get(&(step.process, step.token)).copied().unwrap_or(u64::MAX);
+                ("I4", step.began.max(end.min(step.began + remaining)), step.is(Phase::Ok))
+            }
+            Kind::Write => match step.commit {
+                Some(commit) => ("I2", commit, written.contains(&(step.process, step.op))),
+                None => continue,
+            },
+            _ => continue,
+        };
+        report.judged(rule);
+        let told = told.get(&(step.process, step.token)).filter(|told| **told < until);
+        if let Some(told) = told.filter(|_| stands && rule == "I4") {
+            report.break_rule(rule, format!("{step:?}, relied on until {until}: told of its loss at {told}"));
+        }
+        if let Some(token) = step.token.filter(|_| stands)
+            && let Some(later) = later.than(&step.name, token).filter(|later| later.answered < until)
+        {
+            report.break_rule(rule, format!("{step:?}, relied on until {until}: later was {later:?}"));
+        }
+    }
+}
+
+/// For a token, the grant of a larger one of its name that was answered first.
+struct Later(HashMap<String, Vec<(i64, Grant)>>);
+
+impl Later {
+    fn new(grants: &Grants) -> Self {
+        let of_name = |grants: &Vec<Grant>| {
+            let mut by_token = grants.clone();
+            by_token.sort_by_key(|grant| std::cmp::Reverse(grant.token));
+            let first = by_token.iter().scan(None::<Grant>, |first, grant| {
+                let earlier = first.filter(|first| first.answered < grant.answered);
+                *first = Some(earlier.unwrap_or(*grant));
+                first.map(|first| (grant.token, first))
+            });
+            first.collect()
+        };
+        Self(grants.iter().map(|(name, grants)| (name.clone(), of_name(grants))).collect())
+    }
+
+    fn than(&self, name: &str, token: i64) -> Option<Grant> {
+        let by_token = self.0.get(name)?;
+        let larger = by_token.partition_point(|(of, _)| *of > token);
+        by_token.get(larger.checked_sub(1)?).map(|(_, first)| *first)
+    }
+}
+
+/// I5: a process that was stopped for longer than it may trust its last heartbeat knows that it has lost what it
+/// held before, at once by `is_held`, soon by the signal.
+fn stopped_holders_know(facts: &Facts, grants: &Grants, report: &mut Report) {
+    let mut of_process: HashMap<i32, Vec<&Record>> = HashMap::new();
+    for record in &facts.records {
+        of_process.entry(record.process).or_default().push(record);
+    }
+    for stop in &facts.stops {
+        let trust = stop.ttl.saturating_sub((stop.ttl / 10).max(Duration::from_millis(5)));
+        let stood = Duration::from_nanos(stop.woken.saturating_sub(stop.stood));
+        let Some(records) = of_process.get(&stop.process).filter(|_| stood >= trust) else { continue };
+        let bound = stop.woken + u64::try_from(SIGNAL_WITHIN.as_nanos()).unwrap();
+        let again = facts.stops.iter().filter(|s| s.process == stop.process && s.stood > stop.woken);
+        let undisturbed = again.map(|stop| stop.stood).min().unwrap_or(u64::MAX);
+        let last = records.last().map_or(0, |record| record.at);
+        for grant in
+            grants.values().flatten().filter(|g| g.process == stop.process && g.answered < stop.stood)
+        {
+            let its = || records.iter().filter(|record| record.token == Some(grant.token));
+            let over = |record: &&&Record| matches!(record.kind, Kind::Lost | Kind::End);
+            let end = its().find(over).map(|record| record.at);
+            if end.is_some_and(|end| end < stop.stood) {
+                continue;
+            }
+            report.judged("I5");
+            let yes = |r: &&&Record| r.kind == Kind::Believe && r.phase == Phase::Ok && r.at >= stop.woken;
+            if let Some(look) = its().find(yes) {
+                report.break_rule("I5", format!("{grant:?} is believed in after {stop:?}: {look:?}"));
+            }
+            // A process that was killed or stopped again meanwhile had not its time.
+            match end {
+                Some(end) if end <= bound && end < undisturbed => {
+                    let took = Duration::from_nanos(end.saturating_sub(stop.woken));
+                    report.slowest_signal = report.slowest_signal.max(took);
+                }
+                Some(end) if end <= bound => {}
+                _ if undisturbed > bound && last > bound => {
+                    report.break_rule("I5", format!("{grant:?} is not told of its loss after {stop:?}"));
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "checker_tests.rs"]
+mod tests;

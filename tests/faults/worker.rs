@@ -1,0 +1,376 @@
+//! A worker process: contends for leases, writes with the fence and without it, and keeps a history.
+//!
+//! It is this test binary, executed again with its orders in an environment variable. By its standard output it
+//! asks the controller for being stopped at a point where that hurts; by its standard input it is told to go on
+//! (`go`) and to end (`quit`). It ends when that input ends, so none outlives the test.
+//!
+//! | it does | with |
+//! |---|---|
+//! | fenced write | the fence, a read of the counter, a pause, its write, a row of the log: one transaction |
+//! | twin | a read of another counter, a pause, its write: two statements, trusting in `is_held` |
+//! | look | `is_held`, with the instants before and after it |
+//! | give back | by release, by drop, or by being stopped for too long |
+
+use std::cell::{Cell, RefCell};
+use std::io::BufRead as _;
+use std::path::PathBuf;
+use std::str::FromStr as _;
+use std::time::Duration;
+
+use fencepost::fence::Isolation;
+use fencepost::{Error, HeldLease, Lease, Owner};
+use serde::{Deserialize, Serialize};
+use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgTransaction};
+use sqlx::{ConnectOptions as _, PgPool};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::{sleep, timeout};
+
+use crate::dice::Dice;
+use crate::history::{Kind, Phase, REJECTED, Record, Writer, now};
+
+/// The variable that carries the orders.
+pub(crate) const VARIABLE: &str = "FENCEPOST_FAULTS_WORKER";
+
+/// What begins a line that asks for being stopped.
+pub(crate) const ASK: &str = "@stop-me ";
+
+/// The application's connections, as the server sees them.
+pub(crate) const APPLICATION: &str = "faults worker";
+
+/// The longest that a worker waits for what must come. Not a measurement.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Orders {
+    pub(crate) process: i32,
+    pub(crate) url: String,
+    pub(crate) history: PathBuf,
+    pub(crate) ttl: Duration,
+    pub(crate) seed: u64,
+    pub(crate) names: Vec<String>,
+    /// Take each name once, when it is free, write, and end; else contend until told to end.
+    pub(crate) once: bool,
+}
+
+/// Where a worker wants to be stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Place {
+    /// In a fenced transaction, between its read and its write.
+    Fenced,
+    /// Between the unfenced read and the unfenced write.
+    Twin,
+    /// While it holds and does nothing.
+    Idle,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Ask {
+    pub(crate) place: Place,
+    pub(crate) name: String,
+    pub(crate) token: i64,
+    /// What was read, for [`Place::Twin`].
+    pub(crate) value: i64,
+}
+
+/// The main function of a worker process.
+pub(crate) fn main(orders: &str) {
+    let orders: Orders = serde_json::from_str(orders).unwrap();
+    let (quit, quitting) = watch::channel(false);
+    let (go, going) = mpsc::unbounded_channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+            match line.as_str() {
+                "go" => drop(go.send(())),
+                "quit" => drop(quit.send_replace(true)),
+                other => panic!("told {other:?}"),
+            }
+        }
+        // Nobody is there any more to stop us or to read what we did.
+        std::process::exit(1);
+    });
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(work(orders, quitting, going));
+}
+
+async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::UnboundedReceiver<()>) {
+    let options = PgConnectOptions::from_str(&orders.url)
+        .unwrap()
+        .application_name(APPLICATION)
+        .disable_statement_logging();
+    let pool = PgPoolOptions::new().max_connections(2).acquire_timeout(DEADLINE).connect_lazy_with(options);
+    let label = format!("worker-{}", orders.process);
+    let start = async {
+        // A session that is ended while the owner starts is a fault of ours.
+        loop {
+            match Owner::builder(&pool).label(&label).ttl(orders.ttl).start().await {
+                Ok(owner) => return owner,
+                Err(Error::Database { .. } | Error::TimedOut { .. }) => sleep(Duration::from_millis(5)).await,
+                Err(error) => panic!("{error:?}"),
+            }
+        }
+    };
+    let owner = timeout(DEADLINE, start).await.expect("the owner starts");
+    let worker = Worker {
+        history: Writer::create(&orders.history),
+        dice: RefCell::new(Dice::new(orders.seed)),
+        going: RefCell::new(going),
+        op: Cell::new(0),
+        quitting,
+        owner,
+        pool,
+        orders,
+    };
+    if worker.orders.once {
+        for name in &worker.orders.names {
+            let take = async {
+                loop {
+                    if let Some(held) = worker.acquire(name).await {
+                        return held;
+                    }
+                    sleep(worker.think(1, 5)).await;
+                }
+            };
+            let held = timeout(DEADLINE, take).await.unwrap_or_else(|_| panic!("{name} is never granted"));
+            worker.fenced_write(&held).await;
+            worker.give_back(held, false).await;
+        }
+    } else {
+        while !*worker.quitting.borrow() {
+            let name = worker.dice.borrow_mut().pick(&worker.orders.names).clone();
+            if let Some(held) = worker.acquire(&name).await {
+                worker.hold(held).await;
+            }
+            sleep(worker.think(0, 6)).await;
+        }
+    }
+    worker.owner.shutdown().await.unwrap();
+    worker.pool.close().await;
+}
+
+/// It does one thing at a time; the cells are for the watch on the loss beside it.
+struct Worker {
+    orders: Orders,
+    history: Writer,
+    dice: RefCell<Dice>,
+    going: RefCell<mpsc::UnboundedReceiver<()>>,
+    op: Cell<i64>,
+    quitting: watch::Receiver<bool>,
+    owner: Owner,
+    pool: PgPool,
+}
+
+impl Worker {
+    fn next_op(&self) -> i64 {
+        self.op.set(self.op.get() + 1);
+        self.op.get()
+    }
+
+    /// A time to think, in milliseconds: load, not synchronisation.
+    fn think(&self, low: u64, high: u64) -> Duration {
+        Duration::from_millis(self.dice.borrow_mut().between(low, high))
+    }
+
+    fn percent(&self, chance: u64) -> bool {
+        self.dice.borrow_mut().percent(chance)
+    }
+
+    fn record(&self, op: i64, kind: Kind, phase: Phase, name: &str) -> Record {
+        Record::new(self.orders.process, op, kind, phase, name)
+    }
+
+    async fn acquire(&self, name: &str) -> Option<HeldLease> {
+        let op = self.next_op();
+        let record = |phase| self.record(op, Kind::Acquire, phase, name);
+        self.history.write(&record(Phase::Invoke));
+        let answer = Lease::named(name).unwrap().try_acquire(&self.owner).await;
+        match answer {
+            Ok(Some(held)) => {
+                self.history.write(&record(Phase::Ok).token(held.token().as_i64()));
+                Some(held)
+            }
+            Ok(None) => {
+                self.history.write(&record(Phase::Fail));
+                None
+            }
+            Err(error) => {
+                self.history.write(&record(Phase::Unknown).why(error.to_string()));
+                None
+            }
+        }
+    }
+
+    /// Holds for a while, and on after a loss: that is what a paused holder does.
+    async fn hold(&self, held: HeldLease) {
+        let done = Notify::new();
+        let watch = async {
+            tokio::select! {
+                reason = held.lost() => {
+                    let lost = self.record(self.next_op(), Kind::Lost, Phase::Ok, held.name().as_str());
+                    self.history.write(&lost.token(held.token().as_i64()).why(reason.to_string()));
+                }
+                () = done.notified() => {}
+            }
+        };
+        let steps = async {
+            let steps = self.dice.borrow_mut().between(1, 4);
+            for _ in 0..steps {
+                self.look(&held);
+                let step = self.dice.borrow_mut().below(100);
+                match step {
+                    0..55 => self.fenced_write(&held).await,
+                    55..85 => self.twin(&held).await,
+                    85..93 => {
+                        let half = u64::try_from(self.orders.ttl.as_millis()).unwrap() / 2;
+                        sleep(self.think(0, half)).await;
+                    }
+                    93..96 => self.ask_to_be_stopped(Place::Idle, &held, 0).await,
+                    _ => tokio::task::yield_now().await,
+                }
+                self.look(&held);
+            }
+            done.notify_one();
+        };
+        tokio::join!(watch, steps);
+        let drop_it = self.percent(40);
+        self.give_back(held, drop_it).await;
+    }
+
+    /// Does the process believe that it holds? Asked between two instants.
+    fn look(&self, held: &HeldLease) -> bool {
+        let before = now();
+        let answer = held.is_held();
+        let remaining = i64::try_from(held.remaining().as_nanos()).unwrap();
+        let until = Some(now());
+        let phase = if answer { Phase::Ok } else { Phase::Fail };
+        let record = self.record(self.next_op(), Kind::Believe, phase, held.name().as_str());
+        self.history.write(&Record {
+            at: before,
+            until,
+            ..record.token(held.token().as_i64()).value(remaining)
+        });
+        answer
+    }
+
+    async fn fenced_write(&self, held: &HeldLease) {
+        let op = self.next_op();
+        let (name, token) = (held.name().as_str(), held.token().as_i64());
+        let record = |phase| self.record(op, Kind::Write, phase, name).token(token);
+        self.history.write(&record(Phase::Invoke));
+        let isolation = self.dice.borrow_mut().below(10);
+        let isolation = match isolation {
+            0..2 => Isolation::RepeatableRead,
+            2 => Isolation::Serializable,
+            _ => Isolation::ReadCommitted,
+        };
+        let mut tx = match held.begin_with(&self.pool, isolation).await {
+            Ok(tx) => tx,
+            Err(error) => {
+                let why = if error.is_lost() { REJECTED } else { "not begun" };
+                return self.history.write(&record(Phase::Fail).why(format!("{why}: {error}")));
+            }
+        };
+        // Until COMMIT is sent, a failure is a failure.
+        let value = match self.write_in(&mut tx, held, op).await {
+            Ok(value) => value,
+            Err(error) => return self.history.write(&record(Phase::Fail).why(error.to_string())),
+        };
+        if self.percent(8) {
+            drop(tx.rollback().await);
+            return self.history.write(&record(Phase::Fail).why("rolled back"));
+        }
+        self.history.write(&record(Phase::Commit).value(value));
+        let (phase, why) = match tx.commit().await.map_err(Error::from) {
+            Ok(()) => (Phase::Ok, String::new()),
+            Err(error @ (Error::SerializationFailure { .. } | Error::Deadlock { .. })) => {
+                (Phase::Fail, error.to_string())
+            }
+            Err(error) => (Phase::Unknown, format!("{error:?}")),
+        };
+        self.history.write(&record(phase).value(value).why(why));
+    }
+
+    /// The read-modify-write, which nothing but the fence protects: a plain read.
+    async fn write_in(&self, tx: &mut PgTransaction<'_>, held: &HeldLease, op: i64) -> sqlx::Result<i64> {
+        let (name, token) = (held.name().as_str(), held.token().as_i64());
+        let read: i64 = sqlx::query_scalar("SELECT value FROM counter WHERE name = $1")
+            .bind(name)
+            .fetch_one(&mut **tx)
+            .await?;
+        if self.percent(7) {
+            self.ask_to_be_stopped(Place::Fenced, held, read).await;
+        } else {
+            sleep(self.think(0, 3)).await;
+        }
+        sqlx::query("UPDATE counter SET value = $2 WHERE name = $1")
+            .bind(name)
+            .bind(read + 1)
+            .execute(&mut **tx)
+            .await?;
+        sqlx::query("INSERT INTO log (name, token, value, process, op) VALUES ($1, $2, $3, $4, $5)")
+            .bind(name)
+            .bind(token)
+            .bind(read + 1)
+            .bind(self.orders.process)
+            .bind(op)
+            .execute(&mut **tx)
+            .await?;
+        Ok(read + 1)
+    }
+
+    /// The same without a fence, by a holder as careful as one can be without: it looks first.
+    async fn twin(&self, held: &HeldLease) {
+        if !self.look(held) {
+            return;
+        }
+        let op = self.next_op();
+        let (name, token) = (held.name().as_str(), held.token().as_i64());
+        let record = |phase| self.record(op, Kind::Twin, phase, name).token(token);
+        self.history.write(&record(Phase::Invoke));
+        let read = sqlx::query_scalar::<_, i64>("SELECT value FROM twin WHERE name = $1").bind(name);
+        let read = match read.fetch_one(&self.pool).await {
+            Ok(read) => read,
+            Err(error) => return self.history.write(&record(Phase::Fail).why(error.to_string())),
+        };
+        if self.percent(8) && held.is_held() {
+            self.ask_to_be_stopped(Place::Twin, held, read).await;
+        } else {
+            sleep(self.think(0, 3)).await;
+        }
+        let write = sqlx::query("UPDATE twin SET value = $2 WHERE name = $1").bind(name).bind(read + 1);
+        let (phase, why) = match write.execute(&self.pool).await {
+            Ok(_) => (Phase::Ok, String::new()),
+            Err(error) => (Phase::Unknown, error.to_string()),
+        };
+        self.history.write(&record(phase).value(read + 1).why(why));
+    }
+
+    async fn give_back(&self, held: HeldLease, drop_it: bool) {
+        let op = self.next_op();
+        let name = held.name().to_string();
+        let record =
+            self.record(op, Kind::End, Phase::Invoke, &name).token(held.token().as_i64()).why("drop");
+        if drop_it {
+            self.history.write(&record);
+            return drop(held);
+        }
+        self.history.write(&record.why("release"));
+        let released = held.release().await;
+        let end = self.record(op, Kind::End, Phase::Ok, &name);
+        self.history.write(&end.why(format!("{released:?}")));
+    }
+
+    /// Stands still here, with its owner beating on, until it has been stopped for long and told to go on.
+    async fn ask_to_be_stopped(&self, place: Place, held: &HeldLease, value: i64) {
+        let ask = Ask { place, name: held.name().to_string(), token: held.token().as_i64(), value };
+        let mut quitting = self.quitting.clone();
+        println!("{ASK}{}", serde_json::to_string(&ask).unwrap());
+        tokio::select! {
+            told = self.told_to_go_on() => told,
+            _ = quitting.wait_for(|quit| *quit) => {}
+        }
+    }
+
+    async fn told_to_go_on(&self) {
+        std::future::poll_fn(|cx| self.going.borrow_mut().poll_recv(cx)).await.unwrap_or_default();
+    }
+}
