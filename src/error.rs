@@ -14,6 +14,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///
 /// `Error::from(sqlx::Error)` classifies an error of your own statements in the same way: a write to a
 /// table under [`fence::protect`](crate::fence::protect) becomes [`Error::Unfenced`], and so on.
+///
+/// Its text says what failed; why is in its [`source`](std::error::Error::source), as usual.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

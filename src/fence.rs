@@ -88,6 +88,18 @@ pub async fn check(tx: &mut PgTransaction<'_>, name: &LockName, grant: Grant) ->
 ///
 /// # Database
 /// One statement.
+///
+/// # Examples
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool, token_of_another_lock: i64) -> fencepost::Result<()> {
+/// use fencepost::{FencingToken, LockName, fence};
+///
+/// let mut tx = pool.begin().await?;
+/// fence::advance(&mut tx, &LockName::new("file")?, FencingToken::new(token_of_another_lock)?).await?;
+/// sqlx::query("UPDATE file SET content = 'new'").execute(&mut *tx).await?;
+/// tx.commit().await?;
+/// # Ok(()) }
+/// ```
 pub async fn advance(tx: &mut PgTransaction<'_>, resource: &LockName, token: FencingToken) -> Result<()> {
     let args = [Arg::Text(resource.as_str().to_owned()), Arg::Number(token.as_i64())];
     run(tx, "raising a high-water mark", Call::new(sql::ADVANCE, args)).await
@@ -108,6 +120,18 @@ pub async fn advance(tx: &mut PgTransaction<'_>, resource: &LockName, token: Fen
 ///
 /// # Database
 /// One statement; takes `SHARE ROW EXCLUSIVE` on the table for a moment.
+///
+/// # Examples
+/// ```no_run
+/// # async fn example(pool: sqlx::PgPool) -> fencepost::Result<()> {
+/// use fencepost::{Error, Lease, fence};
+///
+/// fence::protect(&mut *pool.acquire().await?, "public.ledger", Lease::named("ledger")?.name()).await?;
+/// // Your own statements fail with sqlx's error; `Error::from` says what it is.
+/// let forgotten = sqlx::query("DELETE FROM ledger").execute(&pool).await.map_err(Error::from);
+/// assert!(matches!(forgotten, Err(Error::Unfenced { .. })));
+/// # Ok(()) }
+/// ```
 pub async fn protect(conn: &mut PgConnection, table: &str, name: &LockName) -> Result<()> {
     let args = [Arg::Text(table.to_owned()), Arg::Text(name.as_str().to_owned())];
     run(conn, "protecting a table", Call::new(sql::PROTECT, args)).await

@@ -115,7 +115,8 @@ impl HeldLease {
     /// Begins a transaction that has passed the fence: it can commit only as long as the lease was ours.
     ///
     /// # Errors
-    /// [`Error::Lost`] or [`Error::StaleFence`]: the lease is lost, and nothing was begun.
+    /// [`Error::Lost`] or [`Error::StaleFence`] ([`Error::is_lost`] covers both: it depends on whether this process
+    /// or the database noticed first): the lease is lost, and nothing was begun.
     /// [`Error::PoolExhausted`] if the pool has no connection in time.
     ///
     /// # Cancel safety
