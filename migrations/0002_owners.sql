@@ -66,25 +66,28 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION fencepost.heartbeat(uuid) FROM PUBLIC;
 
--- owner_stop(owner): frees what the owner holds and ends it. Returns how many leases it freed.
--- Leases first, by name, then the owner row: the lock order of every function here. A lease locked
+-- owner_stop(owner): frees what the owner holds, hands it on, and ends it. A row for each lease that it freed,
+-- with whom to wake.
+-- Tickets, then leases by name, then the owner row: the lock order of every function here. A lease locked
 -- by somebody else is left to them: its holder is dead once this commits.
-CREATE FUNCTION fencepost.owner_stop(p_owner uuid) RETURNS bigint
+CREATE FUNCTION fencepost.owner_stop(p_owner uuid)
+RETURNS TABLE (name text, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    v_freed bigint;
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.owner_stop needs READ COMMITTED' USING ERRCODE = 'LK004';
     END IF;
+    DELETE FROM fencepost.waiters w WHERE w.owner = p_owner;
     -- NO KEY UPDATE passes the KEY SHARE of open fences: stopping never waits for a write.
-    WITH mine AS MATERIALIZED (
-        SELECT l.name FROM fencepost.leases l
-         WHERE l.owner = p_owner AND l.released_at IS NULL
-         ORDER BY l.name FOR NO KEY UPDATE SKIP LOCKED)
-    UPDATE fencepost.leases l SET released_at = clock_timestamp() FROM mine WHERE l.name = mine.name;
-    GET DIAGNOSTICS v_freed = ROW_COUNT;
+    FOR name IN
+        SELECT l.name FROM fencepost.leases l WHERE l.owner = p_owner AND l.released_at IS NULL
+         ORDER BY l.name FOR NO KEY UPDATE SKIP LOCKED
+    LOOP
+        UPDATE fencepost.leases l SET released_at = clock_timestamp() WHERE l.name = owner_stop.name;
+        SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
+          FROM fencepost.hand_over(owner_stop.name) h;
+        RETURN NEXT;
+    END LOOP;
     UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = p_owner AND o.expires_at > 'epoch';
-    RETURN v_freed;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.owner_stop(uuid) FROM PUBLIC;

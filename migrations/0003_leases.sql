@@ -28,11 +28,16 @@ REVOKE ALL ON fencepost.leases FROM PUBLIC;
 --
 --   granted   token, grant_id, remaining life
 --   refused   the holder's token, label and remaining life (an upper bound: it may beat again);
---             remaining <= 0: its time is over and a fenced write of it is still open: soon free
+--             remaining <= 0: its time is over and a fenced write of it is still open: soon free.
+--             With p_enqueue a ticket, and how many were ahead of it.
 --
 -- With an owner it lives as long as the owner, and p_at_most caps the hold. Without one p_at_most is
--- its whole life (SET NX PX style). p_retry: an earlier call with this grant id may have been granted;
--- wait for its transaction and answer as it did. Waits for nothing else.
+-- its whole life (SET NX PX style). A lease that is free and has a queue goes to the head of the queue,
+-- whoever asks; wake_channel and wake_payload then say whom to notify.
+--
+-- p_retry: an earlier call with this grant id may be under way; wait for its transaction and answer as it
+-- did. p_enqueue: leave a ticket instead of going away; ask again with the same grant id to learn what
+-- became of it. Neither waits for an open fence.
 CREATE FUNCTION fencepost.acquire(
     p_name     text,
     p_owner    uuid     DEFAULT NULL,
@@ -40,15 +45,20 @@ CREATE FUNCTION fencepost.acquire(
     p_at_most  interval DEFAULT NULL,
     p_metadata jsonb    DEFAULT NULL,
     p_label    text     DEFAULT NULL,
-    p_retry    boolean  DEFAULT false)
-RETURNS TABLE (granted boolean, token bigint, grant_id uuid, label text, remaining interval)
+    p_retry    boolean  DEFAULT false,
+    p_enqueue  boolean  DEFAULT false)
+RETURNS TABLE (granted boolean, token bigint, grant_id uuid, label text, remaining interval,
+               ticket bigint, ahead bigint, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    v_lease       fencepost.leases%ROWTYPE;
-    v_found       boolean;
-    v_life        timestamptz;  -- until when the holder's owner lives
-    v_own_life    timestamptz;  -- until when the caller's owner lives
-    v_label       text := coalesce(p_label, session_user);
+    v_lease     fencepost.leases%ROWTYPE;
+    v_locked    fencepost.leases%ROWTYPE;
+    v_found     boolean;
+    v_held      boolean;
+    v_life      timestamptz;  -- until when the holder's owner lives
+    v_own_life  timestamptz;  -- until when the caller's owner lives
+    v_own_label text := coalesce(p_label, session_user);
+    v_head      record;
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.acquire needs READ COMMITTED' USING ERRCODE = 'LK004';
@@ -56,28 +66,41 @@ BEGIN
     IF p_grant_id IS NULL THEN
         RAISE EXCEPTION 'a grant id is not null' USING ERRCODE = 'LK005';
     END IF;
-    IF octet_length(v_label) NOT BETWEEN 1 AND 255 THEN
+    IF octet_length(v_own_label) NOT BETWEEN 1 AND 255 THEN
         RAISE EXCEPTION 'a label is 1 to 255 bytes' USING ERRCODE = 'LK005';
     END IF;
-    IF p_at_most IS NULL THEN
-        IF p_owner IS NULL THEN
-            RAISE EXCEPTION 'without an owner a lease needs p_at_most' USING ERRCODE = 'LK005';
-        END IF;
-    ELSIF p_at_most < interval '1 millisecond' OR p_at_most > interval '366 days' THEN
+    IF p_owner IS NULL AND (p_at_most IS NULL OR p_enqueue) THEN
+        RAISE EXCEPTION 'without an owner a lease needs p_at_most, and cannot be waited for' USING ERRCODE = 'LK005';
+    END IF;
+    IF p_at_most < interval '1 millisecond' OR p_at_most > interval '366 days' THEN
         RAISE EXCEPTION 'p_at_most is 1 millisecond to 366 days, not %', p_at_most USING ERRCODE = 'LK005';
     END IF;
+    granted := false;
 
-    -- 1. Look, without a lock: a refused try costs neither a transaction id nor a byte of WAL.
+    -- 1. Look, without a lock: a refused try costs neither a transaction id nor a byte of WAL, and a waiter
+    -- that asks again does not either. The ticket first: if it is gone by now, the grant is seen below.
+    IF p_enqueue THEN
+        SELECT w.ticket INTO ticket FROM fencepost.waiters w WHERE w.grant_id = p_grant_id;
+    END IF;
     SELECT l.* INTO v_lease FROM fencepost.leases l WHERE l.name = p_name;
     v_found := FOUND;
-    IF v_found AND v_lease.grant_id <> p_grant_id AND v_lease.released_at IS NULL
-       AND (v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp()) THEN
+    IF v_found AND v_lease.released_at IS NULL
+       AND (v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp())
+       AND (v_lease.grant_id = p_grant_id OR NOT p_enqueue OR ticket IS NOT NULL) THEN
         IF v_lease.owner IS NOT NULL THEN
             SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner;
         END IF;
         IF v_lease.owner IS NULL OR v_life > clock_timestamp() THEN
-            RETURN QUERY SELECT false, v_lease.token, NULL::uuid, v_lease.label,
-                                least(v_life, v_lease.expires_at) - clock_timestamp();
+            token := v_lease.token;
+            label := v_lease.label;
+            remaining := least(v_life, v_lease.expires_at) - clock_timestamp();
+            granted := v_lease.grant_id = p_grant_id AND v_lease.owner IS NOT DISTINCT FROM p_owner;
+            IF granted THEN
+                grant_id := p_grant_id;
+            ELSIF ticket IS NOT NULL THEN
+                SELECT count(*) INTO ahead FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket < acquire.ticket;
+            END IF;
+            RETURN NEXT;
             RETURN;
         END IF;
     END IF;
@@ -95,134 +118,198 @@ BEGIN
             RAISE EXCEPTION 'a lease name is 1 to 255 bytes without control characters' USING ERRCODE = 'LK005';
         END IF;
         IF p_owner IS NOT NULL THEN
-            SELECT o.expires_at, o.label INTO v_own_life, v_label FROM fencepost.owners o WHERE o.id = p_owner;
+            SELECT o.expires_at, o.label INTO v_own_life, v_own_label FROM fencepost.owners o WHERE o.id = p_owner;
             IF NOT FOUND OR v_own_life <= clock_timestamp() THEN
                 RAISE EXCEPTION 'the owner that asks for lease "%" is dead', p_name USING ERRCODE = 'LK003';
             END IF;
         END IF;
         INSERT INTO fencepost.leases AS l (name, token, grant_id, owner, label, granted_at, expires_at, metadata)
-        VALUES (p_name, nextval('fencepost.fencing_token'), p_grant_id, p_owner, v_label,
+        VALUES (p_name, nextval('fencepost.fencing_token'), p_grant_id, p_owner, v_own_label,
                 clock_timestamp(), clock_timestamp() + p_at_most, p_metadata)
         ON CONFLICT ON CONSTRAINT leases_pkey DO NOTHING
         RETURNING l.token, l.expires_at INTO v_lease.token, v_lease.expires_at;
         IF FOUND THEN
-            RETURN QUERY SELECT true, v_lease.token, p_grant_id, v_label,
-                                least(v_own_life, v_lease.expires_at) - clock_timestamp();
+            IF ticket IS NOT NULL THEN  -- of a lease that was pruned meanwhile
+                DELETE FROM fencepost.waiters w WHERE w.grant_id = p_grant_id;
+                ticket := NULL;
+            END IF;
+            granted := true;
+            token := v_lease.token;
+            grant_id := p_grant_id;
+            label := v_own_label;
+            remaining := least(v_own_life, v_lease.expires_at) - clock_timestamp();
+            RETURN NEXT;
             RETURN;
         END IF;
     END IF;
 
-    -- 3. Lock. FOR UPDATE, not a plain update: it waits for (or, here, skips) the KEY SHARE of an open
-    -- fenced write, so a write and a takeover never overlap.
-    IF p_retry THEN
-        SELECT l.* INTO v_lease FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE;
+    -- 3. Lock. A try takes what a grant needs, FOR UPDATE: it conflicts with the KEY SHARE of an open fenced
+    -- write, so a write and a grant never overlap; a try skips a row that somebody is at. Who retries or
+    -- queues waits for others who are at the row, but not for fences.
+    IF p_retry OR p_enqueue THEN
+        SELECT l.* INTO v_lease FROM fencepost.leases l WHERE l.name = p_name FOR NO KEY UPDATE;
         v_found := FOUND;
     ELSE
-        DECLARE
-            v_locked fencepost.leases%ROWTYPE;
-        BEGIN
-            SELECT l.* INTO v_locked FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
-            v_found := FOUND;
-            IF v_found THEN v_lease := v_locked; END IF;
-        END;
-    END IF;
-    IF NOT v_found THEN
-        -- Somebody else is at it this moment, or an open fenced write holds it past its holder's life.
-        RETURN QUERY SELECT false, v_lease.token, NULL::uuid, v_lease.label,
-                            least(v_life, v_lease.expires_at, clock_timestamp()) - clock_timestamp();
-        RETURN;
+        SELECT l.* INTO v_locked FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
+        v_found := FOUND;
+        IF v_found THEN
+            v_lease := v_locked;
+        END IF;
     END IF;
 
     -- 4. Judge, in statements that start after the lock is held.
     IF p_owner IS NOT NULL THEN
-        SELECT o.expires_at, o.label INTO v_own_life, v_label FROM fencepost.owners o WHERE o.id = p_owner;
+        SELECT o.expires_at, o.label INTO v_own_life, v_own_label FROM fencepost.owners o WHERE o.id = p_owner;
         IF NOT FOUND OR v_own_life <= clock_timestamp() THEN
             RAISE EXCEPTION 'the owner that asks for lease "%" is dead', p_name USING ERRCODE = 'LK003';
         END IF;
     END IF;
-    IF v_lease.released_at IS NULL
-       AND (v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp()) THEN
-        IF v_lease.grant_id = p_grant_id AND v_lease.owner IS NOT DISTINCT FROM p_owner THEN
-            RETURN QUERY SELECT true, v_lease.token, p_grant_id, v_label,
-                                least(v_own_life, v_lease.expires_at) - clock_timestamp();
-            RETURN;
-        END IF;
-        v_life := NULL;
-        IF v_lease.owner IS NOT NULL THEN
-            SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner;
-            IF FOUND AND v_life > 'epoch' AND v_life <= clock_timestamp() THEN
-                -- Expired and not yet marked. A heartbeat in flight holds the row: wait for it, judge
-                -- again, and write the mark, or the heartbeat would succeed after this takeover.
-                SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner FOR NO KEY UPDATE;
-                IF FOUND AND v_life <= clock_timestamp() THEN
-                    UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_lease.owner;
-                END IF;
+    v_life := NULL;
+    v_held := v_found AND v_lease.released_at IS NULL
+              AND (v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp());
+    IF v_held AND v_lease.grant_id = p_grant_id AND v_lease.owner IS NOT DISTINCT FROM p_owner THEN
+        granted := true;
+        token := v_lease.token;
+        grant_id := p_grant_id;
+        label := v_own_label;
+        remaining := least(v_own_life, v_lease.expires_at) - clock_timestamp();
+        RETURN NEXT;
+        RETURN;
+    END IF;
+    IF v_held AND v_lease.owner IS NOT NULL THEN
+        SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner;
+        IF FOUND AND v_life > 'epoch' AND v_life <= clock_timestamp() THEN
+            -- Expired and not yet marked. A heartbeat in flight holds the row: wait for it, judge
+            -- again, and write the mark, or the heartbeat would succeed after this takeover.
+            SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner FOR NO KEY UPDATE;
+            IF FOUND AND v_life <= clock_timestamp() THEN
+                UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_lease.owner;
             END IF;
         END IF;
-        IF v_lease.owner IS NULL OR v_life > clock_timestamp() THEN
-            RETURN QUERY SELECT false, v_lease.token, NULL::uuid, v_lease.label,
-                                least(v_life, v_lease.expires_at) - clock_timestamp();
+        v_held := coalesce(v_life > clock_timestamp(), false);
+    END IF;
+    IF v_found AND NOT v_held AND (p_retry OR p_enqueue) THEN
+        PERFORM FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
+        v_found := FOUND;   -- no: a fenced write is open
+    END IF;
+
+    -- 5. Queue. Also to be granted next, if others wait: it goes to the head.
+    IF p_enqueue AND ticket IS NULL
+       AND (v_held OR NOT v_found OR EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name)) THEN
+        INSERT INTO fencepost.waiters AS w (name, owner, grant_id, at_most, metadata)
+        VALUES (p_name, p_owner, p_grant_id, p_at_most, p_metadata)
+        ON CONFLICT ON CONSTRAINT waiters_grant_id_key DO NOTHING
+        RETURNING w.ticket INTO ticket;
+    END IF;
+    IF ticket IS NOT NULL THEN
+        SELECT count(*) INTO ahead FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket < acquire.ticket;
+    END IF;
+    IF v_held OR NOT v_found THEN
+        token := v_lease.token;
+        label := v_lease.label;
+        remaining := CASE WHEN v_held THEN least(v_life, v_lease.expires_at) - clock_timestamp() ELSE '0' END;
+        RETURN NEXT;
+        RETURN;
+    END IF;
+
+    -- 6. Free, and ours to give: to the head of the queue, or to the caller. The token is drawn after the
+    -- row is locked: drawn before, tokens go backwards.
+    IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN
+        SELECT * INTO v_head FROM fencepost.hand_to_head(p_name);
+        IF FOUND THEN
+            granted := v_head.grant_id = p_grant_id;
+            token := v_head.token;
+            label := v_head.label;
+            remaining := v_head.remaining;
+            IF granted THEN
+                grant_id := p_grant_id;
+                ticket := NULL;
+                ahead := NULL;
+            ELSE
+                wake_channel := v_head.wake_channel;
+                wake_payload := v_head.wake_payload;
+            END IF;
+            RETURN NEXT;
             RETURN;
         END IF;
     END IF;
-
-    -- 5. Grant. The token is drawn after the row is locked: drawn before, tokens go backwards.
     UPDATE fencepost.leases l
-       SET token = nextval('fencepost.fencing_token'), grant_id = p_grant_id, owner = p_owner, label = v_label,
+       SET token = nextval('fencepost.fencing_token'), grant_id = p_grant_id, owner = p_owner, label = v_own_label,
            granted_at = clock_timestamp(), expires_at = clock_timestamp() + p_at_most,
            released_at = NULL, metadata = p_metadata
      WHERE l.name = p_name
     RETURNING l.token, l.expires_at INTO v_lease.token, v_lease.expires_at;
-    RETURN QUERY SELECT true, v_lease.token, p_grant_id, v_label,
-                        least(v_own_life, v_lease.expires_at) - clock_timestamp();
+    granted := true;
+    token := v_lease.token;
+    grant_id := p_grant_id;
+    label := v_own_label;
+    remaining := least(v_own_life, v_lease.expires_at) - clock_timestamp();
+    ticket := NULL;
+    ahead := NULL;
+    RETURN NEXT;
 END $$;
-REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text, boolean) FROM PUBLIC;
+REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text, boolean, boolean) FROM PUBLIC;
 
--- release(name, token, grant_id): true if this grant still held the lease; asked again, the same
--- answer. Only this grant: a lease that somebody else holds by now is left alone. Never waits for an
--- open fence (NO KEY UPDATE passes its KEY SHARE); the next grant does.
-CREATE FUNCTION fencepost.release(p_name text, p_token bigint, p_grant_id uuid) RETURNS boolean
+-- release(name, token, grant_id): released: this grant still held the lease; asked again, the same answer.
+-- Only this grant: a lease that somebody else holds by now is left alone. Grants it to the oldest living
+-- ticket in the same statement, and says whom to wake. Never waits for an open fence (NO KEY UPDATE passes
+-- its KEY SHARE): then it is free and cannot be granted yet, and waiting says that somebody wants it: see
+-- hand_over.
+CREATE FUNCTION fencepost.release(p_name text, p_token bigint, p_grant_id uuid)
+RETURNS TABLE (released boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_lease fencepost.leases%ROWTYPE;
     v_life  timestamptz;
-    v_held  boolean;
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.release needs READ COMMITTED' USING ERRCODE = 'LK004';
     END IF;
+    released := false;
+    waiting := false;
     SELECT l.* INTO v_lease FROM fencepost.leases l
      WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id FOR NO KEY UPDATE;
     IF NOT FOUND THEN
-        RETURN false;
+        RETURN NEXT;
+        RETURN;
     END IF;
     IF v_lease.released_at IS NOT NULL THEN
-        RETURN v_lease.expires_at IS NULL OR v_lease.released_at < v_lease.expires_at;
+        released := v_lease.expires_at IS NULL OR v_lease.released_at < v_lease.expires_at;
+        RETURN NEXT;
+        RETURN;
     END IF;
     IF v_lease.owner IS NOT NULL THEN
         SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner;
         IF v_life IS NULL OR v_life <= clock_timestamp() THEN
-            RETURN false;   -- ended with its owner, not by this release
+            RETURN NEXT;    -- ended with its owner, not by this release
+            RETURN;
         END IF;
     END IF;
-    v_held := v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp();
+    released := v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp();
     UPDATE fencepost.leases l SET released_at = clock_timestamp() WHERE l.name = p_name;
-    RETURN v_held;
+    IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN
+        SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
+          FROM fencepost.hand_over(p_name) h;
+    END IF;
+    RETURN NEXT;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.release(text, bigint, uuid) FROM PUBLIC;
 
--- owned(owner): the grants of an owner, so that its process can release those it does not know
--- (a lost release, a lost reply, a failover): otherwise they would live as long as it beats.
+-- owned(owner): the grants and (token null) the tickets of an owner, so that its process can give back those
+-- it does not know (a lost release, a lost answer, a failover): otherwise they would live as long as it beats.
 CREATE FUNCTION fencepost.owned(p_owner uuid) RETURNS TABLE (name text, token bigint, grant_id uuid)
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT l.name, l.token, l.grant_id FROM fencepost.leases l
      WHERE l.owner = p_owner AND l.released_at IS NULL
+    UNION ALL
+    SELECT w.name, NULL, w.grant_id FROM fencepost.waiters w WHERE w.owner = p_owner
 $$;
 REVOKE ALL ON FUNCTION fencepost.owned(uuid) FROM PUBLIC;
 
--- revoke(name): for operators, granted to no application. Ends the hold of whoever has the lease,
--- at once: new fences of it are refused, and the next grant waits for the ones still open.
-CREATE FUNCTION fencepost.revoke(p_name text) RETURNS boolean
+-- revoke(name): for operators, granted to no application. Ends the hold of whoever has the lease, at once: new
+-- fences of it are refused, and the next grant, to the head of the queue, waits for the ones still open.
+CREATE FUNCTION fencepost.revoke(p_name text)
+RETURNS TABLE (revoked boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
@@ -230,6 +317,9 @@ BEGIN
     END IF;
     UPDATE fencepost.leases l SET released_at = clock_timestamp()
      WHERE l.name = p_name AND l.released_at IS NULL;
-    RETURN FOUND;
+    revoked := FOUND;
+    SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
+      FROM fencepost.hand_over(p_name) h;
+    RETURN NEXT;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.revoke(text) FROM PUBLIC;

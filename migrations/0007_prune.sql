@@ -21,12 +21,15 @@ BEGIN
     -- whatever happens; a lease whose owner has only expired so far is not anybody's to delete.
     DELETE FROM fencepost.owners o WHERE o.expires_at < v_before AND o.started_at < v_before;
     GET DIAGNOSTICS owners = ROW_COUNT;
+    DELETE FROM fencepost.waiters w
+     WHERE NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = w.owner AND o.expires_at > 'epoch');
     -- Free since: the release or the cap; under a dead owner, whose end is not known, the grant.
     DELETE FROM fencepost.leases l
-     WHERE l.released_at < v_before
-        OR l.expires_at < v_before
-        OR (l.owner IS NOT NULL AND l.granted_at < v_before
-            AND NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = l.owner AND o.expires_at > 'epoch'));
+     WHERE (l.released_at < v_before
+            OR l.expires_at < v_before
+            OR (l.owner IS NOT NULL AND l.granted_at < v_before
+                AND NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = l.owner AND o.expires_at > 'epoch')))
+       AND NOT EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = l.name);
     GET DIAGNOSTICS leases = ROW_COUNT;
     RETURN NEXT;
 END $$;
