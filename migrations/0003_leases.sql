@@ -265,28 +265,19 @@ BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.release needs READ COMMITTED' USING ERRCODE = 'LK004';
     END IF;
-    released := false;
     waiting := false;
-    SELECT l.* INTO v_lease FROM fencepost.leases l
-     WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id FOR NO KEY UPDATE;
+    -- Locks and marks in one statement: whether it was still held is judged after that, by what it was.
+    UPDATE fencepost.leases l SET released_at = clock_timestamp()
+     WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NULL
+    RETURNING l.owner, l.expires_at, l.released_at INTO v_owner, v_cap, v_now;
     IF NOT FOUND THEN
+        -- Somebody else's by now, or released before: then the same answer as then.
+        SELECT l.was_held INTO released FROM fencepost.leases l
+         WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id;
+        released := coalesce(released, false);
         RETURN NEXT;
         RETURN;
     END IF;
-    IF v_lease.released_at IS NOT NULL THEN
-        released := v_lease.expires_at IS NULL OR v_lease.released_at < v_lease.expires_at;
-        RETURN NEXT;
-        RETURN;
-    END IF;
-    IF v_lease.owner IS NOT NULL THEN
-        SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_lease.owner;
-        IF v_life IS NULL OR v_life <= clock_timestamp() THEN
-            RETURN NEXT;    -- ended with its owner, not by this release
-            RETURN;
-        END IF;
-    END IF;
-    released := v_lease.expires_at IS NULL OR v_lease.expires_at > clock_timestamp();
-    UPDATE fencepost.leases l SET released_at = clock_timestamp() WHERE l.name = p_name;
     IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN
         SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
           FROM fencepost.hand_over(p_name) h;
@@ -298,12 +289,14 @@ REVOKE ALL ON FUNCTION fencepost.release(text, bigint, uuid) FROM PUBLIC;
 -- owned(owner): the grants and (token null) the tickets of an owner, so that its process can give back those
 -- it does not know (a lost release, a lost answer, a failover): otherwise they would live as long as it beats.
 CREATE FUNCTION fencepost.owned(p_owner uuid) RETURNS TABLE (name text, token bigint, grant_id uuid)
-LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-    SELECT l.name, l.token, l.grant_id FROM fencepost.leases l
-     WHERE l.owner = p_owner AND l.released_at IS NULL
-    UNION ALL
-    SELECT w.name, NULL, w.grant_id FROM fencepost.waiters w WHERE w.owner = p_owner
-$$;
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    RETURN QUERY
+        SELECT l.name, l.token, l.grant_id FROM fencepost.leases l
+         WHERE l.owner = p_owner AND l.released_at IS NULL
+        UNION ALL
+        SELECT w.name, NULL, w.grant_id FROM fencepost.waiters w WHERE w.owner = p_owner;
+END $$;
 REVOKE ALL ON FUNCTION fencepost.owned(uuid) FROM PUBLIC;
 
 -- revoke(name): for operators, granted to no application. Ends the hold of whoever has the lease, at once: new
