@@ -32,8 +32,14 @@ pub(crate) fn table(figures: &Figures, reference: &'static str, parts: Option<[&
         );
     }
     for Goal { side, reference, at_most } in goals {
-        let ratio = figures.ratio(side, reference).median;
-        verdict(&format!("{side} / {reference}: {ratio:.2} ×, goal ≤ {at_most} ×"), ratio <= *at_most);
+        let ratio = figures.ratio(side, reference);
+        let unsure = if ratio.low <= *at_most && ratio.high > *at_most {
+            " (the rounds disagree: too noisy to say)"
+        } else {
+            ""
+        };
+        let text = format!("{side} / {reference}: {:.2} ×, goal ≤ {at_most} ×{unsure}", ratio.median);
+        verdict(&text, ratio.median <= *at_most);
     }
 }
 
