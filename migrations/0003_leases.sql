@@ -258,22 +258,22 @@ REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text
 CREATE FUNCTION fencepost.release(p_name text, p_token bigint, p_grant_id uuid)
 RETURNS TABLE (released boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    v_lease fencepost.leases%ROWTYPE;
-    v_life  timestamptz;
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.release needs READ COMMITTED' USING ERRCODE = 'LK004';
     END IF;
     waiting := false;
-    -- Locks and marks in one statement: whether it was still held is judged after that, by what it was.
+    -- The owner's life may be judged in the statement that locks: if this waits for a takeover, either that
+    -- commits and the pair is another one, or it does not and nobody was granted anything.
     UPDATE fencepost.leases l SET released_at = clock_timestamp()
      WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NULL
-    RETURNING l.owner, l.expires_at, l.released_at INTO v_owner, v_cap, v_now;
+       AND (l.owner IS NULL
+            OR EXISTS (SELECT FROM fencepost.owners o WHERE o.id = l.owner AND o.expires_at > clock_timestamp()))
+    RETURNING l.expires_at IS NULL OR l.released_at < l.expires_at INTO released;
     IF NOT FOUND THEN
-        -- Somebody else's by now, or released before: then the same answer as then.
-        SELECT l.was_held INTO released FROM fencepost.leases l
-         WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id;
+        -- Somebody else's by now, or ended with its owner; or released before, and then the same answer as then.
+        SELECT l.expires_at IS NULL OR l.released_at < l.expires_at INTO released FROM fencepost.leases l
+         WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NOT NULL;
         released := coalesce(released, false);
         RETURN NEXT;
         RETURN;
@@ -304,11 +304,14 @@ REVOKE ALL ON FUNCTION fencepost.owned(uuid) FROM PUBLIC;
 CREATE FUNCTION fencepost.revoke(p_name text)
 RETURNS TABLE (revoked boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_now timestamptz := clock_timestamp();
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.revoke needs READ COMMITTED' USING ERRCODE = 'LK004';
     END IF;
-    UPDATE fencepost.leases l SET released_at = clock_timestamp()
+    -- Its time ends with it, so that a later release of the holder is told that it had been lost.
+    UPDATE fencepost.leases l SET released_at = v_now, expires_at = v_now
      WHERE l.name = p_name AND l.released_at IS NULL;
     revoked := FOUND;
     SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload

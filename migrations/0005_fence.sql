@@ -15,34 +15,40 @@
 CREATE FUNCTION fencepost.fence(p_name text, p_token bigint, p_grant_id uuid) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    v_lease   fencepost.leases%ROWTYPE;
-    v_life    timestamptz;
-    v_ttl     interval;
-    v_why     text;
-    v_bound   bigint;   -- milliseconds a writer may be idle, or gone
-    v_setting text;
-    v_pass    text := p_grant_id || '/' || p_token || ';';
+    v_token    bigint;
+    v_grant    uuid;
+    v_owner    uuid;
+    v_cap      timestamptz;
+    v_released timestamptz;
+    v_life     timestamptz;
+    v_ttl      interval;
+    v_why      text;
+    v_bound    float8;  -- milliseconds a writer may be idle, or gone
+    v_setting  text;
+    v_pass     text;
 BEGIN
-    SELECT l.* INTO v_lease FROM fencepost.leases l WHERE l.name = p_name FOR KEY SHARE;
-    IF NOT FOUND OR v_lease.token <> p_token OR v_lease.grant_id <> p_grant_id THEN
+    SELECT l.token, l.grant_id, l.owner, l.expires_at, l.released_at
+      INTO v_token, v_grant, v_owner, v_cap, v_released
+      FROM fencepost.leases l WHERE l.name = p_name FOR KEY SHARE;
+    IF NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR p_token IS NULL OR p_grant_id IS NULL THEN
         RAISE EXCEPTION 'stale fence: lease "%" with token % is not held any more', p_name, p_token
               USING ERRCODE = 'LK001',
-                    DETAIL = jsonb_build_object('name', p_name, 'token', p_token, 'current', v_lease.token),
+                    DETAIL = jsonb_build_object('name', p_name, 'token', p_token, 'current', v_token),
                     HINT = 'Roll back: another holder has it, or the name was never granted.';
     END IF;
     -- The lock is held: judge now, in statements of their own.
-    IF v_lease.released_at IS NOT NULL THEN
+    IF v_released IS NOT NULL THEN
         v_why := 'released';
-    ELSIF v_lease.expires_at <= clock_timestamp() THEN
+    ELSIF v_cap <= clock_timestamp() THEN
         v_why := 'expired';
-    ELSIF v_lease.owner IS NOT NULL THEN
-        SELECT o.expires_at, o.ttl INTO v_life, v_ttl FROM fencepost.owners o WHERE o.id = v_lease.owner;
+    ELSIF v_owner IS NOT NULL THEN
+        SELECT o.expires_at, o.ttl INTO v_life, v_ttl FROM fencepost.owners o WHERE o.id = v_owner;
         IF v_life IS NULL OR v_life <= clock_timestamp() THEN
             IF v_life > 'epoch' AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
                 -- The snapshot may be older than the last heartbeat. The lock succeeds only on a row that
                 -- has not changed since the snapshot: then the owner is dead indeed. Otherwise 40001.
                 BEGIN
-                    PERFORM FROM fencepost.owners o WHERE o.id = v_lease.owner FOR SHARE NOWAIT;
+                    PERFORM FROM fencepost.owners o WHERE o.id = v_owner FOR SHARE NOWAIT;
                 EXCEPTION WHEN lock_not_available THEN
                     RAISE EXCEPTION 'could not serialize access: the owner of lease "%" is beating', p_name
                           USING ERRCODE = 'serialization_failure';
@@ -59,23 +65,24 @@ BEGIN
                     HINT = 'Roll back: the next holder may already be at work.';
     END IF;
 
-    v_bound := greatest(1, least(2147483647, 1000 * extract(epoch FROM
-                   least(v_ttl, v_lease.expires_at - clock_timestamp()))));
+    -- (date_part and assignments, not extract and PERFORM: this runs in every fenced transaction.)
+    v_bound := greatest(1, least(2147483647, floor(1000 * date_part('epoch', least(v_ttl, v_cap - clock_timestamp())))));
     v_setting := current_setting('idle_in_transaction_session_timeout');
-    IF v_setting = '0' OR 1000 * extract(epoch FROM v_setting::interval) > v_bound THEN
-        PERFORM set_config('idle_in_transaction_session_timeout', v_bound::text, true);
+    IF v_setting = '0' OR 1000 * date_part('epoch', v_setting::interval) > v_bound THEN
+        v_setting := set_config('idle_in_transaction_session_timeout', v_bound::bigint::text, true);
     END IF;
-    v_setting := current_setting('client_connection_check_interval');
     v_bound := least(v_bound, 1000);
-    IF (v_setting = '0' OR 1000 * extract(epoch FROM v_setting::interval) > v_bound)
+    v_setting := current_setting('client_connection_check_interval');
+    IF (v_setting = '0' OR 1000 * date_part('epoch', v_setting::interval) > v_bound)
        AND version() LIKE '%linux%' THEN    -- other systems may refuse anything but 0
-        PERFORM set_config('client_connection_check_interval', v_bound::text, true);
+        v_setting := set_config('client_connection_check_interval', v_bound::bigint::text, true);
     END IF;
 
     -- What the triggers of protect look for; verified there against the lease row.
+    v_pass := p_grant_id || '/' || p_token || ';';
     v_setting := coalesce(current_setting('fencepost.passed', true), '');
     IF position(v_pass IN v_setting) = 0 THEN
-        PERFORM set_config('fencepost.passed', v_setting || v_pass, true);
+        v_setting := set_config('fencepost.passed', v_setting || v_pass, true);
     END IF;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.fence(text, bigint, uuid) FROM PUBLIC;
