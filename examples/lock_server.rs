@@ -78,7 +78,7 @@ async fn released(who: &str, held: HeldLease) -> Result {
 
 /// Any language can ask Postgres directly. It takes the pair of token and grant id.
 async fn not_released(who: &str, how: &str, pool: &PgPool, lease: &Lease, grant: Grant) -> Result {
-    let released: bool = sqlx::query_scalar("SELECT fencepost.release($1, $2, $3)")
+    let released: bool = sqlx::query_scalar("SELECT released FROM fencepost.release($1, $2, $3)")
         .bind(lease.name().as_str())
         .bind(grant.token)
         .bind(grant.id)

@@ -15,7 +15,9 @@ CREATE TABLE fencepost.owners (
     label      text        NOT NULL,
     ttl        interval    NOT NULL,
     started_at timestamptz NOT NULL,
-    expires_at timestamptz NOT NULL
+    expires_at timestamptz NOT NULL,
+    -- How often an operator has ended a hold of it: the process is told by its next heartbeat.
+    revocations integer    NOT NULL DEFAULT 0
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
         autovacuum_vacuum_cost_delay = 0);
 -- No index on expires_at: it would end HOT updates, one dead index entry a beat.
@@ -48,7 +50,7 @@ REVOKE ALL ON FUNCTION fencepost.owner_start(text, interval) FROM PUBLIC;
 
 -- heartbeat(owner): the remaining life, or no row: dead, for ever. An UPDATE of a living row, never
 -- an upsert: that would bring a dead owner back.
-CREATE FUNCTION fencepost.heartbeat(p_owner uuid) RETURNS TABLE (remaining interval)
+CREATE FUNCTION fencepost.heartbeat(p_owner uuid) RETURNS TABLE (remaining interval, revocations integer)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
@@ -62,7 +64,7 @@ BEGIN
     RETURN QUERY
         UPDATE fencepost.owners o SET expires_at = clock_timestamp() + o.ttl
          WHERE o.id = p_owner AND o.expires_at > clock_timestamp()
-        RETURNING o.expires_at - clock_timestamp();
+        RETURNING o.expires_at - clock_timestamp(), o.revocations;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.heartbeat(uuid) FROM PUBLIC;
 

@@ -10,7 +10,7 @@
 
 CREATE TABLE fencepost.leases (
     name        text        PRIMARY KEY,
-    token       bigint      NOT NULL CHECK (token > 0),
+    token       bigint      NOT NULL CHECK (token >= 0),
     grant_id    uuid        NOT NULL,
     owner       uuid,       -- null: held without a heartbeat, until expires_at
     label       text        NOT NULL,
@@ -37,7 +37,8 @@ REVOKE ALL ON fencepost.leases FROM PUBLIC;
 --
 -- p_retry: an earlier call with this grant id may be under way; wait for its transaction and answer as it
 -- did. p_enqueue: leave a ticket instead of going away; ask again with the same grant id to learn what
--- became of it. Neither waits for an open fence.
+-- became of it. Neither waits for an open fence. (A first grant of a name waits for another first one that
+-- is not committed: call this in a transaction of its own.)
 CREATE FUNCTION fencepost.acquire(
     p_name     text,
     p_owner    uuid     DEFAULT NULL,
@@ -110,52 +111,34 @@ BEGIN
         PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
 
-    -- 2. The first grant of a name. Drawing the token in VALUES is right only here: without a row
-    -- nobody has a token of this name, and a row that was pruned meanwhile cannot have been (prune
-    -- locks out whoever is in this statement). If the row appears first, the drawn token is unused.
-    IF NOT v_found THEN
-        IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 255 OR p_name ~ '[\x01-\x1f\x7f]' THEN
-            RAISE EXCEPTION 'a lease name is 1 to 255 bytes without control characters' USING ERRCODE = 'LK005';
-        END IF;
-        IF p_owner IS NOT NULL THEN
-            SELECT o.expires_at, o.label INTO v_own_life, v_own_label FROM fencepost.owners o WHERE o.id = p_owner;
-            IF NOT FOUND OR v_own_life <= clock_timestamp() THEN
-                RAISE EXCEPTION 'the owner that asks for lease "%" is dead', p_name USING ERRCODE = 'LK003';
-            END IF;
-        END IF;
-        INSERT INTO fencepost.leases AS l (name, token, grant_id, owner, label, granted_at, expires_at, metadata)
-        VALUES (p_name, nextval('fencepost.fencing_token'), p_grant_id, p_owner, v_own_label,
-                clock_timestamp(), clock_timestamp() + p_at_most, p_metadata)
-        ON CONFLICT ON CONSTRAINT leases_pkey DO NOTHING
-        RETURNING l.token, l.expires_at INTO v_lease.token, v_lease.expires_at;
-        IF FOUND THEN
-            IF ticket IS NOT NULL THEN  -- of a lease that was pruned meanwhile
-                DELETE FROM fencepost.waiters w WHERE w.grant_id = p_grant_id;
-                ticket := NULL;
-            END IF;
-            granted := true;
-            token := v_lease.token;
-            grant_id := p_grant_id;
-            label := v_own_label;
-            remaining := least(v_own_life, v_lease.expires_at) - clock_timestamp();
-            RETURN NEXT;
-            RETURN;
-        END IF;
-    END IF;
-
+    -- 2. A row to lock, for the first grant of a name: one that is free, with token 0, which nobody
+    -- is granted. The token of the grant is drawn below, like every other, after the row is locked.
     -- 3. Lock. A try takes what a grant needs, FOR UPDATE: it conflicts with the KEY SHARE of an open fenced
     -- write, so a write and a grant never overlap; a try skips a row that somebody is at. Who retries or
     -- queues waits for others who are at the row, but not for fences.
-    IF p_retry OR p_enqueue THEN
-        SELECT l.* INTO v_lease FROM fencepost.leases l WHERE l.name = p_name FOR NO KEY UPDATE;
-        v_found := FOUND;
-    ELSE
-        SELECT l.* INTO v_locked FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
+    FOR v_round IN 1..3 LOOP
+        IF NOT v_found THEN
+            IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 255 OR p_name ~ '[\x01-\x1f\x7f]' THEN
+                RAISE EXCEPTION 'a lease name is 1 to 255 bytes without control characters' USING ERRCODE = 'LK005';
+            END IF;
+            INSERT INTO fencepost.leases (name, token, grant_id, label, granted_at, expires_at, released_at)
+            VALUES (p_name, 0, gen_random_uuid(), 'nobody',
+                    clock_timestamp(), 'epoch', clock_timestamp())
+            ON CONFLICT ON CONSTRAINT leases_pkey DO NOTHING;
+        END IF;
+        IF p_retry OR p_enqueue THEN
+            SELECT l.* INTO v_locked FROM fencepost.leases l WHERE l.name = p_name FOR NO KEY UPDATE;
+        ELSE
+            SELECT l.* INTO v_locked FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
+        END IF;
         v_found := FOUND;
         IF v_found THEN
             v_lease := v_locked;
+            EXIT;
         END IF;
-    END IF;
+        -- Somebody is at it; or it has just been pruned, and is made anew.
+        EXIT WHEN EXISTS (SELECT FROM fencepost.leases l WHERE l.name = p_name);
+    END LOOP;
 
     -- 4. Judge, in statements that start after the lock is held.
     IF p_owner IS NOT NULL THEN
@@ -299,23 +282,31 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION fencepost.owned(uuid) FROM PUBLIC;
 
--- revoke(name): for operators, granted to no application. Ends the hold of whoever has the lease, at once: new
--- fences of it are refused, and the next grant, to the head of the queue, waits for the ones still open.
-CREATE FUNCTION fencepost.revoke(p_name text)
+-- revoke(name, token): for operators, granted to no application. Ends the hold of whoever has the lease, or
+-- only of this token, at once: new fences of it are refused (one whose snapshot is older than this may still
+-- pass, and is waited for), and the next grant, to the head of the queue, waits for the fences still open. The
+-- holder is told by its next heartbeat. revoked: there was a grant to end, alive or not.
+CREATE FUNCTION fencepost.revoke(p_name text, p_token bigint DEFAULT NULL)
 RETURNS TABLE (revoked boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    v_now timestamptz := clock_timestamp();
+    v_now   timestamptz := clock_timestamp();
+    v_owner uuid;
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.revoke needs READ COMMITTED' USING ERRCODE = 'LK004';
     END IF;
     -- Its time ends with it, so that a later release of the holder is told that it had been lost.
     UPDATE fencepost.leases l SET released_at = v_now, expires_at = v_now
-     WHERE l.name = p_name AND l.released_at IS NULL;
+     WHERE l.name = p_name AND l.released_at IS NULL AND (p_token IS NULL OR l.token = p_token)
+    RETURNING l.owner INTO v_owner;
     revoked := FOUND;
-    SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
-      FROM fencepost.hand_over(p_name) h;
+    waiting := false;
+    IF revoked THEN
+        UPDATE fencepost.owners o SET revocations = o.revocations + 1 WHERE o.id = v_owner;
+        SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
+          FROM fencepost.hand_over(p_name) h;
+    END IF;
     RETURN NEXT;
 END $$;
-REVOKE ALL ON FUNCTION fencepost.revoke(text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION fencepost.revoke(text, bigint) FROM PUBLIC;

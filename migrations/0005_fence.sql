@@ -1,7 +1,7 @@
 -- The fence: a check in the transaction of the write, which no later grant can overtake.
 
 -- fence(name, token, grant_id): call it inside BEGIN … COMMIT with the write. Returns, or raises
---   LK001  another grant has the lease now (or the name was never granted): a stale holder
+--   LK001  another grant has the lease now (or there is none of this name): a stale holder
 --   LK002  this grant has ended: released, revoked, capped, or its owner is dead
 --   40001  (REPEATABLE READ, SERIALIZABLE) the lease has moved on since the snapshot: roll back, look again
 -- After it returns, nobody else is granted the lease until this transaction ends: the row is locked FOR
@@ -11,7 +11,8 @@
 -- So that a paused or killed writer cannot block the next holder for longer than its own life, the
 -- transaction's idle_in_transaction_session_timeout is lowered to the ttl (or what is left of the cap)
 -- and a client that is gone is noticed in mid-statement (client_connection_check_interval). Both are
--- only ever lowered, and only for this transaction.
+-- only ever lowered, and only for this transaction. A writer that goes on sending statements is not idle: it
+-- is waited for, as is one in the middle of a statement.
 CREATE FUNCTION fencepost.fence(p_name text, p_token bigint, p_grant_id uuid) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -30,6 +31,10 @@ BEGIN
     SELECT l.token, l.grant_id, l.owner, l.expires_at, l.released_at
       INTO v_token, v_grant, v_owner, v_cap, v_released
       FROM fencepost.leases l WHERE l.name = p_name FOR KEY SHARE;
+    IF NOT FOUND AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RAISE EXCEPTION 'could not serialize access: lease "%" is not in the snapshot', p_name
+              USING ERRCODE = 'serialization_failure', HINT = 'It may have been granted since. Roll back and look again.';
+    END IF;
     IF NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR p_token IS NULL OR p_grant_id IS NULL THEN
         RAISE EXCEPTION 'stale fence: lease "%" with token % is not held any more', p_name, p_token
               USING ERRCODE = 'LK001',

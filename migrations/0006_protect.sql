@@ -25,19 +25,25 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION fencepost.require_fence() FROM PUBLIC;
 
--- protect(table, lease): installs the trigger on the table and, for a partitioned one, on each of its
--- partitions, since a statement fires the triggers of the table it names. Call it again after adding
--- a partition. AFTER each statement, so that a fence in the statement itself counts.
+-- protect(table, lease): installs the trigger on the table and on each of its partitions or children, since a
+-- statement fires the triggers of the table it names. Call it again after adding one. For the same reason it
+-- takes no partition or child by itself: a statement that names the parent would write to it unnoticed.
+-- AFTER each statement, so that a fence in the statement itself counts.
 -- SECURITY INVOKER and granted to nobody: it needs the rights of the table's owner, and has no others.
 CREATE FUNCTION fencepost.protect(p_table regclass, p_lease text) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY INVOKER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    v_table regclass;
+    v_parent regclass := (SELECT i.inhparent FROM pg_inherits i WHERE i.inhrelid = p_table LIMIT 1);
+    v_table  regclass;
 BEGIN
     IF p_lease IS NULL OR octet_length(p_lease) NOT BETWEEN 1 AND 255 OR p_lease ~ '[\x01-\x1f\x7f]' THEN
         RAISE EXCEPTION 'a lease name is 1 to 255 bytes without control characters' USING ERRCODE = 'LK005';
     END IF;
-    FOR v_table IN SELECT p_table UNION SELECT t.relid FROM pg_partition_tree(p_table) t LOOP
+    IF v_parent IS NOT NULL THEN
+        RAISE EXCEPTION '% is a part of %: protect that one', p_table, v_parent
+              USING ERRCODE = 'LK005', HINT = 'A statement that names the parent would pass a trigger of the part.';
+    END IF;
+    FOR v_table IN SELECT t.relid FROM fencepost.parts(p_table) t LOOP
         EXECUTE format(
             'CREATE OR REPLACE TRIGGER fencepost_fence AFTER INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s '
             'FOR EACH STATEMENT EXECUTE FUNCTION fencepost.require_fence(%L)', v_table, p_lease);
@@ -51,8 +57,19 @@ LANGUAGE plpgsql VOLATILE SECURITY INVOKER SET search_path = pg_catalog, pg_temp
 DECLARE
     v_table regclass;
 BEGIN
-    FOR v_table IN SELECT p_table UNION SELECT t.relid FROM pg_partition_tree(p_table) t LOOP
+    FOR v_table IN SELECT t.relid FROM fencepost.parts(p_table) t LOOP
         EXECUTE format('DROP TRIGGER IF EXISTS fencepost_fence ON %s', v_table);
     END LOOP;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.unprotect(regclass) FROM PUBLIC;
+
+-- parts(table): the table, its partitions and children, and theirs.
+CREATE FUNCTION fencepost.parts(p_table regclass) RETURNS TABLE (relid regclass)
+LANGUAGE sql VOLATILE SECURITY INVOKER SET search_path = pg_catalog, pg_temp AS $$
+    WITH RECURSIVE part AS (
+        SELECT p_table AS relid
+        UNION
+        SELECT i.inhrelid::regclass FROM part JOIN pg_inherits i ON i.inhparent = part.relid)
+    SELECT part.relid FROM part
+$$;
+REVOKE ALL ON FUNCTION fencepost.parts(regclass) FROM PUBLIC;

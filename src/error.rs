@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde::Deserialize;
-use sqlx::postgres::PgDatabaseError;
+use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
 use crate::token::FencingToken;
 
@@ -68,7 +68,7 @@ pub enum Error {
     #[non_exhaustive]
     TimedOut {
         /// What was waited for.
-        step: &'static str,
+        step: String,
         /// How long.
         after: Duration,
         /// The last failure seen while waiting.
@@ -247,21 +247,26 @@ impl Error {
         Self::classify(doing, source, true)
     }
 
-    /// `ours`: the statement was ours, so what it lacks is the schema or a right on it.
+    /// `ours`: the statement was a call of ours, so a right that it lacks is one on our schema.
     fn classify(doing: &'static str, source: sqlx::Error, ours: bool) -> Self {
         if matches!(source, sqlx::Error::PoolTimedOut) {
             return Self::PoolExhausted { pool: "the application's pool", source };
         }
         let Some(error) = server_error(&source) else { return Self::Database { doing, source } };
-        let ours = ours || error.message().contains("fencepost");
+        let names_us = error.message().contains("fencepost");
         match error.code() {
             "40P01" => Self::Deadlock { source },
             "40001" => Self::SerializationFailure { source },
             // No such schema, function or table.
-            "3F000" | "42883" | "42P01" if ours => Self::SchemaMissing { source },
-            "42501" if ours => Self::NotAllowed { source },
+            "3F000" | "42883" | "42P01" if names_us => Self::SchemaMissing { source },
+            "42501" if ours || names_us => Self::NotAllowed { source },
             _ => refusal(error).unwrap_or(Self::Database { doing, source }),
         }
+    }
+
+    /// The same for a statement of ours that needs rights on the caller's own objects.
+    pub(crate) fn on_callers_objects(doing: &'static str, source: sqlx::Error) -> Self {
+        Self::classify(doing, source, false)
     }
 }
 
@@ -303,25 +308,34 @@ fn server_error(error: &sqlx::Error) -> Option<&PgDatabaseError> {
     error.as_database_error()?.try_downcast_ref()
 }
 
-/// Connection lost or refused, server starting up or shutting down, too many connections, lock not available.
+/// Whether it is an answer of our own functions: the session that brought it is in order.
+pub(crate) fn is_refusal(error: &sqlx::Error) -> bool {
+    server_error(error).is_some_and(|error| error.code().starts_with("LK"))
+}
+
+/// What may be otherwise in a moment, on this or another connection: connection lost or refused, server starting
+/// up, shutting down or read-only (a standby), too many connections, a lock not available, a deadlock.
 pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut => true,
         sqlx::Error::Database(_) => server_error(error).is_some_and(|error| {
             let code = error.code();
-            code.starts_with("08") || code.starts_with("57P") || matches!(code, "53300" | "55P03" | "57014")
+            code.starts_with("08")
+                || code.starts_with("57P")
+                || matches!(code, "53300" | "55P03" | "57014" | "25006" | "40P01" | "40001")
         }),
         _ => false,
     }
 }
 
 /// Whether the failure leaves open what the server did with the statement. An error *report* is an answer:
-/// it was rolled back. Except when the session was ended (57P..): that may have come after the commit.
+/// it was rolled back. Except when the session was ended with it (that may have come after the commit), or
+/// the report is a pooler's about a server that it lost.
 pub(crate) fn leaves_outcome_open(error: &sqlx::Error) -> bool {
-    match error {
-        sqlx::Error::Database(_) => server_error(error).is_none_or(|error| error.code().starts_with("57P")),
-        _ => true,
-    }
+    let Some(report) = server_error(error) else { return true };
+    matches!(report.severity(), PgSeverity::Panic | PgSeverity::Fatal)
+        || report.code().starts_with("57P")
+        || report.code().starts_with("08")
 }
 
 #[cfg(test)]

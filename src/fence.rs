@@ -63,7 +63,8 @@ impl Isolation {
 /// Drop the transaction together with the future.
 ///
 /// # Database
-/// One statement, simple protocol. Lowers `idle_in_transaction_session_timeout` to the owner's ttl and
+/// One statement, simple protocol. (If it waits for long, sqlx logs slow statements with their text, and this one
+/// shows the grant id.) Lowers `idle_in_transaction_session_timeout` to the owner's ttl and
 /// `client_connection_check_interval` to one second for the rest of the transaction.
 pub async fn check(tx: &mut PgTransaction<'_>, name: &LockName, grant: Grant) -> Result<()> {
     let text = sql::fence(name, grant);
@@ -112,8 +113,9 @@ pub async fn advance(tx: &mut PgTransaction<'_>, resource: &LockName, token: Fen
 /// included; call it again after adding one. Repeating it with another lease replaces the first.
 ///
 /// # Errors
-/// [`Error::Database`] if there is no such table; [`Error::NotAllowed`] if the role does not own the table
-/// and the schema `fencepost` (an application's role does not).
+/// [`Error::Database`] with Postgres's report if there is no such table, if it is a partition or a child of
+/// another one (protect that one), or if the role does not own it and the schema `fencepost` (an application's
+/// role does not).
 ///
 /// # Cancel safety
 /// It happens or not; repeating it is harmless.
@@ -152,6 +154,6 @@ pub async fn unprotect(conn: &mut PgConnection, table: &str) -> Result<()> {
 }
 
 async fn run(conn: &mut PgConnection, doing: &'static str, call: Call) -> Result<()> {
-    call.written_out_on(conn).await.map_err(|source| Error::database(doing, source))?;
+    call.written_out_on(conn).await.map_err(|source| Error::on_callers_objects(doing, source))?;
     Ok(())
 }

@@ -56,6 +56,7 @@ pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
 pub use prune::{Pruned, prune};
 pub use token::{FencingToken, Grant, GrantId};
+pub use wait::Wait;
 
 /// Longer reading.
 pub mod docs {

@@ -41,14 +41,15 @@ const MIGRATIONS: &[Migration] = migrations![
     1 "0001_tokens",
     2 "0002_owners",
     3 "0003_leases",
-    4 "0004_fence",
-    5 "0005_protect",
-    6 "0006_prune",
-    7 "0007_access",
+    4 "0004_waiters",
+    5 "0005_fence",
+    6 "0006_protect",
+    7 "0007_prune",
+    8 "0008_access",
 ];
 
 /// The schema version that this library was written for: the number of its last migration.
-pub const VERSION: i32 = 7;
+pub const VERSION: i32 = 8;
 
 /// Makes whoever migrates wait for whoever does already. Arbitrary and fixed: "fence" in ASCII.
 const LOCK: &str = "SELECT pg_catalog.pg_advisory_xact_lock(439721161573)";

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::Error;
 
-/// The name of a lease or of a fenced resource: 1 to 255 bytes of UTF-8 without control characters.
+/// The name of a lease or of a fenced resource: 1 to 255 bytes of UTF-8 without (ASCII) control characters.
 ///
 /// Names are compared byte by byte: `"Report"` and `"report"` are two names. Cloning is cheap.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,7 +38,7 @@ pub(crate) fn check(text: &str, what: &str) -> Result<(), Error> {
         "is not empty".to_owned()
     } else if text.len() > LockName::MAX_BYTES {
         format!("is at most {} bytes long, this one has {}", LockName::MAX_BYTES, text.len())
-    } else if let Some(at) = text.find(char::is_control) {
+    } else if let Some(at) = text.find(|c: char| c.is_ascii_control()) {
         format!("has no control characters, this one has one at byte {at}")
     } else {
         return Ok(());
@@ -75,8 +75,7 @@ mod tests {
         for good in ["a", "nightly-report", "o'brien \"quoted\" $1 \\", "köln/日本", &"x".repeat(255)] {
             assert_eq!(LockName::new(good).unwrap().as_str(), good);
         }
-        for bad in ["", "nul\0", "line\nbreak", "del\x7f", "c1\u{85}", &"x".repeat(256), &"x".repeat(10_240)]
-        {
+        for bad in ["", "nul\0", "line\nbreak", "del\x7f", &"x".repeat(256), &"x".repeat(10_240)] {
             assert!(matches!(LockName::new(bad), Err(Error::Misuse { .. })), "{bad:?}");
         }
     }

@@ -13,13 +13,16 @@
 //! | the process is paused beyond the ttl | on waking it is lost at once, by the local clock |
 //! | its thread ends, for whatever reason | everything held is lost: [`LossReason::Stopped`] |
 
+pub(crate) mod hand_over;
 mod heartbeat;
 pub(crate) mod life;
+mod listen;
 mod reconcile;
 pub(crate) mod session;
+pub(crate) mod wakes;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -30,17 +33,20 @@ use tokio::time::timeout;
 
 use crate::error::{Error, LossReason, Result};
 use crate::owner::heartbeat::Beginning;
-use crate::owner::life::{Grants, Life, Stage, enter, told};
+use crate::owner::life::{Grants, Life, Stage, enter};
 use crate::owner::session::Statements;
+use crate::owner::wakes::Wakes;
 
 /// A process, to the database: what holds leases, as long as it beats.
 ///
-/// One per process; clones are the same owner. It needs four connections at most (one for the heartbeat,
-/// two for calls), whatever it holds, made from the options of the given pool and not taken from it.
+/// One per process; clones are the same owner. It needs four connections at most, whatever it holds: one for
+/// the heartbeat, two for calls, and one that listens once something is waited for. They are made from the
+/// options of the given pool and not taken from it.
 ///
 /// # Guarantees
-/// - A lease is reported as held only while no other process can have been granted it: until a *local
-///   deadline*, the instant before the last successful heartbeat was sent, plus the ttl, less a tenth.
+/// - A lease is reported as held only until a *local deadline*: the instant before the last successful
+///   heartbeat was sent, plus the ttl, less a tenth. Before that nobody else can have been granted it, unless an
+///   operator revoked it, which the next heartbeat tells.
 /// - Whoever stops beating, for whatever reason, blocks nobody for longer than its ttl.
 /// - Dead is final: an owner that the database took for dead comes back under a new id, never with its old
 ///   leases.
@@ -74,6 +80,8 @@ pub struct Owner {
 struct Inner {
     shared: Arc<Shared>,
     thread: Mutex<Option<thread::JoinHandle<()>>>,
+    /// Nothing is sent; it closes when the thread ends.
+    ended: watch::Receiver<bool>,
 }
 
 /// What an owner's thread and the things it holds share.
@@ -84,10 +92,12 @@ pub(crate) struct Shared {
     pub(crate) margin: Duration,
     pub(crate) statements: Statements,
     pub(crate) grants: Grants,
+    pub(crate) wakes: Wakes,
     stage: watch::Sender<Stage>,
     runtime: Handle,
     beat_now: Notify,
     stop: watch::Sender<bool>,
+    myself: Weak<Self>,
 }
 
 /// How an owner is made; from [`Owner::builder`].
@@ -97,6 +107,7 @@ pub struct OwnerBuilder {
     pool: PgPool,
     label: Option<String>,
     ttl: Duration,
+    pooled: Option<bool>,
 }
 
 impl Owner {
@@ -127,7 +138,7 @@ impl Owner {
 
     /// An owner with settings of your own.
     pub fn builder(pool: &PgPool) -> OwnerBuilder {
-        OwnerBuilder { pool: pool.clone(), label: None, ttl: Self::DEFAULT_TTL }
+        OwnerBuilder { pool: pool.clone(), label: None, ttl: Self::DEFAULT_TTL, pooled: None }
     }
 
     /// What people see of it: in refusals, errors and inspection. Need not be unique.
@@ -156,16 +167,17 @@ impl Owner {
         self.shared().statements.source().pooled
     }
 
-    /// Resolves when its present life is lost, and with it everything held. It then starts again by itself
-    /// under a new id; leases have to be acquired again.
+    /// Resolves when its present life is lost, and with it everything held; at once if it is just starting
+    /// again. It does that by itself, under a new id; leases have to be acquired again.
     ///
     /// # Cancel safety
     /// Safe: it only watches.
     pub async fn lost(&self) -> LossReason {
-        match self.shared().alive().await {
-            Ok(life) => told(&mut life.watch()).await,
-            Err(Error::Stopped) => LossReason::Stopped,
-            Err(_) => LossReason::Unreachable,
+        let stage = self.shared().stage.borrow().clone();
+        match stage {
+            Stage::Alive(life) => life.lost().await,
+            Stage::Starting(reason) => reason,
+            Stage::Stopped { .. } => LossReason::Stopped,
         }
     }
 
@@ -179,18 +191,23 @@ impl Owner {
     /// Once polled it stops, also when the future is dropped.
     pub async fn shutdown(&self) -> Result<()> {
         self.shared().stop.send_replace(true);
-        let mut stage = self.shared().stage.subscribe();
-        let stopped = stage.wait_for(|stage| matches!(stage, Stage::Stopped { .. })).await;
-        let told = stopped.is_ok_and(|stage| matches!(*stage, Stage::Stopped { told: true }));
+        // The thread drops its end as the last thing it does, also when it panics.
+        let mut ended = self.inner.ended.clone();
+        drop(ended.wait_for(|ended| *ended).await);
         let thread = self.inner.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
-            // It has nothing left to do but to end. A panic of it has been reported as lost leases.
+            // So this takes no time. A panic of it has been reported as lost leases.
             drop(thread.join());
         }
+        let told = matches!(*self.shared().stage.borrow(), Stage::Stopped { told: true });
         if told {
             Ok(())
         } else {
-            Err(Error::TimedOut { step: "stopping the owner", after: self.shared().bound(), source: None })
+            Err(Error::TimedOut {
+                step: "stopping the owner".to_owned(),
+                after: self.shared().bound(),
+                source: None,
+            })
         }
     }
 
@@ -229,12 +246,20 @@ impl OwnerBuilder {
         self
     }
 
+    /// Says whether a transaction-mode pooler is in between, instead of finding out. Needed where finding out
+    /// cannot work: several poolers behind one address may each show a session of their own.
+    pub fn transaction_pooler(mut self, pooled: bool) -> Self {
+        self.pooled = Some(pooled);
+        self
+    }
+
     /// Starts it: connects, looks for a pooler, checks the schema's version, beats from then on.
     ///
     /// # Errors
     /// [`Error::Misuse`] for a ttl or label out of range, or a pool with several hosts in one URL (sqlx
     /// takes them for one name). [`Error::SchemaMissing`], [`Error::SchemaVersion`], [`Error::NotAllowed`].
-    /// [`Error::Database`] if the server cannot be reached: starting does not wait for it to come up.
+    /// [`Error::Database`] if the server cannot be reached: starting does not wait for it to come up;
+    /// [`Error::TimedOut`] if it does not answer for as long as the ttl (at least 1 s, at most 10 s).
     ///
     /// # Cancel safety
     /// Dropping the future stops what has been started.
@@ -257,17 +282,23 @@ impl OwnerBuilder {
         }
         let label = self.label.unwrap_or_else(default_label);
         crate::name::check(&label, "a label")?;
-        let beginning = Beginning { pool: self.pool, label, ttl: self.ttl };
+        let beginning = Beginning { pool: self.pool, label, ttl: self.ttl, pooled: self.pooled };
 
         let fail = |error| Error::database("starting the owner's thread", sqlx::Error::Io(error));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
         let (ready, started) = oneshot::channel();
+        let (end, ended) = watch::channel(false);
         let thread = thread::Builder::new()
             .name("fencepost".to_owned())
-            .spawn(move || runtime.block_on(heartbeat::live(beginning, ready)))
+            .spawn(move || {
+                let _end = end;
+                runtime.block_on(heartbeat::live(beginning, ready));
+                // Not to wait for a look-up of a host's name that may take its time.
+                runtime.shutdown_background();
+            })
             .map_err(fail)?;
         let shared = started.await.map_err(|_ended| Error::Stopped)??;
-        Ok(Owner { inner: Arc::new(Inner { shared, thread: Mutex::new(Some(thread)) }) })
+        Ok(Owner { inner: Arc::new(Inner { shared, thread: Mutex::new(Some(thread)), ended }) })
     }
 }
 
@@ -301,7 +332,7 @@ impl Shared {
     pub(crate) fn current(&self) -> Option<Arc<Life>> {
         match &*self.stage.borrow() {
             Stage::Alive(life) => Some(Arc::clone(life)),
-            Stage::Starting | Stage::Stopped { .. } => None,
+            Stage::Starting(_) | Stage::Stopped { .. } => None,
         }
     }
 
@@ -311,13 +342,15 @@ impl Shared {
             return Ok(life);
         }
         let mut stage = self.stage.subscribe();
-        let settled = stage.wait_for(|stage| !matches!(stage, Stage::Starting));
+        let settled = stage.wait_for(|stage| !matches!(stage, Stage::Starting(_)));
         match timeout(self.bound(), settled).await.map(|stage| stage.map(|stage| stage.clone())) {
             Ok(Ok(Stage::Alive(life))) => Ok(life),
             Ok(_) => Err(Error::Stopped),
-            Err(_) => {
-                Err(Error::TimedOut { step: "the owner's next start", after: self.bound(), source: None })
-            }
+            Err(_) => Err(Error::TimedOut {
+                step: "the owner's next start".to_owned(),
+                after: self.bound(),
+                source: None,
+            }),
         }
     }
 
@@ -325,7 +358,7 @@ impl Shared {
     /// Returns when it has; after the owner's bound in any case.
     pub(crate) async fn doubt(&self, life: &Life) {
         self.beat_now.notify_one();
-        drop(timeout(self.bound(), told(&mut life.watch())).await);
+        drop(timeout(self.bound(), life.lost()).await);
     }
 
     fn bound(&self) -> Duration {

@@ -2,8 +2,8 @@
 //!
 //! On a connection of its own a call is a prepared statement with parameters: one round trip. Behind a
 //! transaction-mode pooler prepared statements of several clients collide, so there the same text travels
-//! by the simple protocol, with its parameters written out. Text parameters are written in hexadecimal,
-//! so no quoting rule is ever relied on.
+//! by the simple protocol, with its parameters written out. Text of other than the plainest characters is
+//! written in hexadecimal, so no quoting rule is ever relied on.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -20,18 +20,31 @@ pub(crate) const VERSION: &str = "SELECT version, compatible_from FROM fencepost
 pub(crate) const OWNER_START: &str =
     "SELECT fencepost.owner_start($1::text, $2::bigint * interval '1 microsecond') AS id";
 
-pub(crate) const HEARTBEAT: &str = "SELECT (extract(epoch FROM remaining) * 1000000)::bigint AS remaining FROM fencepost.heartbeat($1::uuid)";
+pub(crate) const HEARTBEAT: &str = "SELECT (date_part('epoch', remaining) * 1000000)::bigint AS remaining, revocations \
+     FROM fencepost.heartbeat($1::uuid)";
 
-pub(crate) const OWNER_STOP: &str = "SELECT fencepost.owner_stop($1::uuid) AS freed";
+pub(crate) const OWNER_STOP: &str =
+    "SELECT name, waiting, wake_channel, wake_payload FROM fencepost.owner_stop($1::uuid)";
 
 pub(crate) const OWNED: &str = "SELECT name, token, grant_id FROM fencepost.owned($1::uuid)";
 
 pub(crate) const ACQUIRE: &str = "SELECT granted, token, label, \
-     (extract(epoch FROM remaining) * 1000000)::bigint AS remaining \
+     (date_part('epoch', remaining) * 1000000)::bigint AS remaining, ticket, ahead, wake_channel, wake_payload \
      FROM fencepost.acquire($1::text, $2::uuid, $3::uuid, $4::bigint * interval '1 microsecond', \
-     $5::text::jsonb, NULL, $6::boolean)";
+     $5::text::jsonb, NULL, $6::boolean, $7::boolean)";
 
-pub(crate) const RELEASE: &str = "SELECT fencepost.release($1::text, $2::bigint, $3::uuid) AS released";
+pub(crate) const RELEASE: &str = "SELECT released, waiting, wake_channel, wake_payload \
+     FROM fencepost.release($1::text, $2::bigint, $3::uuid)";
+
+pub(crate) const WITHDRAW: &str =
+    "SELECT waiting, wake_channel, wake_payload FROM fencepost.withdraw($1::text, $2::uuid)";
+
+pub(crate) const HAND_OVER: &str =
+    "SELECT waiting, wake_channel, wake_payload FROM fencepost.hand_over($1::text)";
+
+/// A statement of its own, after the commit that it tells of: inside a transaction that waits for the disk it
+/// would serialise all such commits of the database.
+pub(crate) const NOTIFY: &str = "SELECT pg_catalog.pg_notify($1::text, $2::text)";
 
 pub(crate) const PRUNE: &str =
     "SELECT owners, leases FROM fencepost.prune($1::bigint * interval '1 microsecond')";
@@ -154,8 +167,13 @@ fn push_literal(out: &mut String, arg: &Arg) {
     }
 }
 
-/// Text as an expression without a quoted character of it.
+/// Text as an expression without a character of it that any quoting rule is about.
 fn push_text(out: &mut String, text: &str) {
+    // The common case, which is cheaper for the server.
+    if text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_./: ".contains(&byte)) {
+        out.extend(["'", text, "'"]);
+        return;
+    }
     out.push_str("pg_catalog.convert_from(pg_catalog.decode('");
     for byte in text.bytes() {
         _ = write!(out, "{byte:02x}");
@@ -199,6 +217,15 @@ mod tests {
             "SELECT pg_catalog.convert_from(pg_catalog.decode('6127625c2431', 'hex'), 'UTF8')::text, \
              '00000000-0000-0000-0000-000000000000'::uuid, NULL::bigint * interval '1 microsecond', $, $"
         );
+    }
+
+    #[test]
+    fn plain_text_is_written_plainly() {
+        let call = Call::new(
+            "SELECT $1::text, $2::text",
+            [Arg::Text("nightly-report: 7".into()), Arg::OptionalText(None)],
+        );
+        assert_eq!(call.written_out(), "SELECT 'nightly-report: 7'::text, NULL::text");
     }
 
     #[test]

@@ -68,9 +68,16 @@ impl From<FencingToken> for i64 {
 ///
 /// It is a secret of the holder: who knows a grant's pair can release it and pass its fence. A `uuid`
 /// to Postgres.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct GrantId(Uuid);
+
+impl fmt::Debug for GrantId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A secret does not belong into a log.
+        f.write_str("GrantId(..)")
+    }
+}
 
 impl GrantId {
     /// The uuid.
@@ -94,7 +101,7 @@ impl FromStr for GrantId {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let id = text.parse().map_err(|_| Error::misuse(format!("a grant id is a uuid, not {text:?}")))?;
+        let id = text.parse().map_err(|_| Error::misuse("a grant id is a uuid"))?;
         Ok(Self(id))
     }
 }
@@ -140,7 +147,7 @@ impl FromStr for Grant {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let misuse = || Error::misuse(format!("a grant reads `token/uuid`, not {text:?}"));
+        let misuse = || Error::misuse("a grant reads `token/uuid`");
         let (token, id) = text.split_once('/').ok_or_else(misuse)?;
         let token = FencingToken::new(token.parse().map_err(|_| misuse())?)?;
         Ok(Self::new(token, id.parse()?))

@@ -1,11 +1,50 @@
-//! How long to wait before trying again.
+//! How long to wait: for a lease, and before trying again.
 
 use std::time::Duration;
 
 use uuid::Uuid;
 
-/// Pauses that double from `first` up to `most`, each shortened at random by up to half, so that processes
-/// which failed together do not come back together.
+/// How long an acquire may wait for its turn.
+///
+/// It bounds the waiting only: neither how long the lease is held (see [`Lease::at_most`](crate::Lease::at_most))
+/// nor the release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wait(Option<Duration>);
+
+impl Wait {
+    /// Not at all: acquired at once or timed out.
+    #[must_use]
+    pub fn no() -> Self {
+        Self(Some(Duration::ZERO))
+    }
+
+    /// At most this long. Zero is [`no`](Self::no).
+    #[must_use]
+    pub fn at_most(most: Duration) -> Self {
+        Self(Some(most))
+    }
+
+    /// As long as it takes.
+    #[must_use]
+    pub fn forever() -> Self {
+        Self(None)
+    }
+
+    /// The time, if there is a bound.
+    pub(crate) fn bound(self) -> Option<Duration> {
+        self.0
+    }
+}
+
+/// A part of the full time between a half and all of it, at random: processes that failed or fell asleep
+/// together do not come back together.
+pub(crate) fn jittered(full: Duration) -> Duration {
+    // The random bytes at hand: those of a fresh uuid.
+    let [byte, ..] = Uuid::new_v4().into_bytes();
+    full.saturating_sub(full.mul_f64(f64::from(byte) / 512.0))
+}
+
+/// Pauses that double from `first` up to `most`, each [`jittered`].
 #[derive(Debug)]
 pub(crate) struct Backoff {
     first: Duration,
@@ -21,9 +60,7 @@ impl Backoff {
     pub(crate) fn pause(&mut self) -> Duration {
         let full = self.next.min(self.most);
         self.next = self.next.saturating_mul(2).min(self.most);
-        // The random bytes at hand: those of a fresh uuid.
-        let [byte, ..] = Uuid::new_v4().into_bytes();
-        full.saturating_sub(full.mul_f64(f64::from(byte) / 512.0))
+        jittered(full)
     }
 
     pub(crate) fn reset(&mut self) {

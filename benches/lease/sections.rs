@@ -18,7 +18,7 @@ use crate::scene::Scene;
 const ACQUIRE: &str = "SELECT granted, token, label, (extract(epoch FROM remaining) * 1000000)::bigint AS remaining \
      FROM fencepost.acquire($1::text, $2::uuid, $3::uuid, $4::bigint * interval '1 microsecond', \
      $5::text::jsonb, NULL, $6::boolean)";
-const RELEASE: &str = "SELECT fencepost.release($1::text, $2::bigint, $3::uuid) AS released";
+const RELEASE: &str = "SELECT released FROM fencepost.release($1::text, $2::bigint, $3::uuid)";
 const HEARTBEAT: &str = "SELECT (extract(epoch FROM remaining) * 1000000)::bigint AS remaining FROM fencepost.heartbeat($1::uuid)";
 const FENCE: &str = "SELECT fencepost.fence($1::text, $2::bigint, $3::uuid)";
 

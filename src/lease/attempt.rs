@@ -1,4 +1,4 @@
-//! One acquire, as it runs on the owner's thread.
+//! One question for a lease, as it runs on the owner's thread.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,13 +10,11 @@ use super::held::HeldLease;
 use super::{Attempt, Holder, Lease};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
+use crate::owner::Owner;
+use crate::owner::hand_over::HandedOver;
 use crate::owner::life::{Held, Life};
-use crate::owner::{Owner, Shared};
 use crate::sql::{self, Arg, Call, micros};
 use crate::token::{FencingToken, Grant, GrantId};
-
-/// The SQLSTATE of "the owner that asks is dead".
-const OWNER_IS_DEAD: &str = "LK003";
 
 /// What is being done, for errors.
 const STEP: &str = "acquiring a lease";
@@ -25,19 +23,62 @@ const STEP: &str = "acquiring a lease";
 pub(super) async fn attempt(owner: Owner, lease: Lease) -> Result<Attempt> {
     let shared = owner.shared();
     let life = shared.alive().await?;
-    match ask(&owner, &lease, &life).await {
-        Err(error) if error.sqlstate() == Some(OWNER_IS_DEAD) => {
+    match once(&owner, &lease, &life).await {
+        Err(error) if is_owner_dead(&error) => {
             shared.doubt(&life).await;
             let next = shared.alive().await?;
-            ask(&owner, &lease, &next).await
+            once(&owner, &lease, &next).await
         }
         answered => answered,
     }
 }
 
-async fn ask(owner: &Owner, lease: &Lease, life: &Arc<Life>) -> Result<Attempt> {
+async fn once(owner: &Owner, lease: &Lease, life: &Arc<Life>) -> Result<Attempt> {
+    let grants = &owner.shared().grants;
+    let id = grants.announce();
+    match ask(owner, lease, life, id, Line::StayOut).await {
+        Ok(Asked::Granted(held)) => Ok(Attempt::Held(held)),
+        Ok(Asked::Refused { holder, .. }) => {
+            grants.forget(id);
+            Ok(Attempt::Busy(holder))
+        }
+        Err(error) => {
+            // It may have been granted, or may still be: whatever is found under this id is to be released.
+            grants.forget(id);
+            owner.shared().statements.doubt();
+            Err(error)
+        }
+    }
+}
+
+/// Whether the database says that the owner that asks is dead.
+pub(super) fn is_owner_dead(error: &Error) -> bool {
+    error.sqlstate() == Some("LK003")
+}
+
+/// Whether to leave a ticket when refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    StayOut,
+    Join,
+}
+
+/// The answer.
+#[derive(Debug)]
+pub(super) enum Asked {
+    Granted(HeldLease),
+    Refused { holder: Holder, ticket: Option<i64>, ahead: i64 },
+}
+
+/// Asks for the lease under a grant id that has been announced, which it stays until something is granted.
+pub(super) async fn ask(
+    owner: &Owner,
+    lease: &Lease,
+    life: &Arc<Life>,
+    id: GrantId,
+    line: Line,
+) -> Result<Asked> {
     let shared = owner.shared();
-    let id = shared.grants.announce();
     let call = |retry| {
         let args = [
             Arg::Text(lease.name.as_str().to_owned()),
@@ -46,40 +87,48 @@ async fn ask(owner: &Owner, lease: &Lease, life: &Arc<Life>) -> Result<Attempt> 
             Arg::OptionalNumber(lease.at_most.map(micros)),
             Arg::OptionalText(lease.metadata.clone()),
             Arg::Bool(retry),
+            Arg::Bool(line == Line::Join),
         ];
         Call::new(sql::ACQUIRE, args)
     };
     // Before sending: the database counts the cap from a later instant.
     let asked = Moment::now();
-    let answer = shared.statements.call_until_answered(STEP, &call(false), &call(true)).await;
-    let read = answer.and_then(|rows| {
-        let row = rows.first().ok_or(sqlx::Error::RowNotFound);
-        row.and_then(Row::read).map_err(|source| Error::database(STEP, source))
-    });
-    match read {
-        Ok(Row { granted: true, token: Some(token), .. }) => {
-            let grant = Grant::new(token, id);
-            let cap = lease.at_most.map(|at_most| asked.after(at_most));
-            let held = Arc::new(Held::new(lease.name.clone(), grant, Arc::clone(life), cap));
-            shared.grants.hold(&held);
-            tracing::debug!(name = %lease.name, %token, "fencepost: acquired");
-            Ok(Attempt::Held(HeldLease::new(held, owner.clone(), lease.grace)))
-        }
-        Ok(row) => {
-            shared.grants.forget(id);
-            Ok(Attempt::Busy(row.holder()))
-        }
-        Err(error) => {
-            give_up(shared, id);
-            Err(error)
-        }
+    let rows = shared.statements.call_until_answered(STEP, &call(false), &call(true)).await?;
+    let row = rows.first().ok_or(sqlx::Error::RowNotFound);
+    let row = row.and_then(|row| Row::read(row).map(|read| (read, HandedOver::of(row))));
+    let (row, handed) = row.map_err(|source| Error::database(STEP, source))?;
+    if let Some(handed) = handed {
+        // It was free and others were first.
+        shared.pass_on(handed);
     }
+    Ok(match row {
+        Row { granted: true, token: Some(token), .. } => {
+            Asked::Granted(granted(owner, lease, life, id, token, asked))
+        }
+        Row { ticket, ahead, .. } => {
+            Asked::Refused { ticket, ahead: ahead.unwrap_or(0), holder: row.holder() }
+        }
+    })
 }
 
-/// It may have been granted, or may still be: whatever is found under this id is to be released.
-fn give_up(shared: &Shared, id: GrantId) {
-    shared.grants.forget(id);
-    shared.statements.doubt();
+/// What is held now, by a grant that was asked for at `asked` or later.
+pub(super) fn granted(
+    owner: &Owner,
+    lease: &Lease,
+    life: &Arc<Life>,
+    id: GrantId,
+    token: FencingToken,
+    asked: Moment,
+) -> HeldLease {
+    // A little less, since no two clocks run at quite the same speed.
+    let cap = lease.at_most.map(|at_most| {
+        let margin = (at_most / 1_000).max(Duration::from_millis(1));
+        asked.after(at_most.saturating_sub(margin))
+    });
+    let held = Arc::new(Held::new(lease.name.clone(), Grant::new(token, id), Arc::clone(life), cap));
+    owner.shared().grants.hold(&held);
+    tracing::debug!(name = %lease.name, %token, "fencepost: acquired");
+    HeldLease::new(held, owner.clone(), lease.grace)
 }
 
 /// The answer of `fencepost.acquire`.
@@ -88,6 +137,8 @@ struct Row {
     token: Option<FencingToken>,
     label: Option<String>,
     remaining: Duration,
+    ticket: Option<i64>,
+    ahead: Option<i64>,
 }
 
 impl Row {
@@ -98,6 +149,8 @@ impl Row {
             token: row.try_get("token")?,
             label: row.try_get("label")?,
             remaining: Duration::from_micros(remaining.and_then(|left| left.try_into().ok()).unwrap_or(0)),
+            ticket: row.try_get("ticket")?,
+            ahead: row.try_get("ahead")?,
         })
     }
 

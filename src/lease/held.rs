@@ -21,9 +21,9 @@ use crate::token::{FencingToken, Grant};
 /// [`Lease::at_most`](crate::Lease::at_most)).
 ///
 /// # Guarantees
-/// [`is_held`](Self::is_held) never says yes after another process may have been granted the lease; it says
-/// so by the local clock, without asking. A fenced transaction ([`begin`](Self::begin)) that commits was
-/// the holder's.
+/// While [`is_held`](Self::is_held) says yes, its time is not over and nobody else can have been granted the lease;
+/// it says so by the local clock, without asking. (Unless an operator revoked it: then it says no after the
+/// next heartbeat.) A fenced transaction ([`begin`](Self::begin)) that commits was the holder's.
 ///
 /// # Drop
 /// Releases in the background, soon; after the owner's ttl if the process ends before. Use
@@ -272,7 +272,9 @@ async fn release(shared: Arc<Shared>, held: Arc<Held>) -> Result<bool> {
     shared.grants.forget(grant.id);
     let answer = answer.and_then(|rows| {
         let row = rows.first().ok_or(sqlx::Error::RowNotFound);
-        row.and_then(|row| row.try_get("released")).map_err(|source| Error::database(STEP, source))
+        row.inspect(|row| shared.freed(name, row))
+            .and_then(|row| row.try_get("released"))
+            .map_err(|source| Error::database(STEP, source))
     });
     match &answer {
         Ok(held) => tracing::debug!(%name, token = %grant.token, held, "fencepost: released"),

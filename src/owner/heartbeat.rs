@@ -1,6 +1,6 @@
 //! The owner's thread: starts a life, beats for it, starts the next one when it is lost.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use sqlx::postgres::PgRow;
@@ -10,9 +10,11 @@ use tokio::time::timeout;
 use uuid::Uuid;
 
 use super::Shared;
+use super::hand_over::HandedOver;
 use super::life::{Grants, Life, Stage};
-use super::reconcile;
 use super::session::{Session, Source, Statements};
+use super::wakes::Wakes;
+use super::{listen, reconcile};
 use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
@@ -25,11 +27,21 @@ pub(crate) struct Beginning {
     pub(crate) pool: PgPool,
     pub(crate) label: String,
     pub(crate) ttl: Duration,
+    /// Whether a transaction-mode pooler is in between, if that is known.
+    pub(crate) pooled: Option<bool>,
 }
 
 /// The main function of the owner's thread. Reports the start, then lives until it is stopped.
-pub(super) async fn live(beginning: Beginning, ready: oneshot::Sender<Result<Arc<Shared>>>) {
-    let (shared, session, life) = match begin(beginning).await {
+pub(super) async fn live(beginning: Beginning, mut ready: oneshot::Sender<Result<Arc<Shared>>>) {
+    let bound = bound(beginning.ttl);
+    let begun = tokio::select! {
+        begun = timeout(bound, begin(beginning)) => begun.unwrap_or_else(|_elapsed| {
+            Err(Error::TimedOut { step: "starting the owner".to_owned(), after: bound, source: None })
+        }),
+        // Nobody waits for it any more. What was begun in the database ends with its ttl.
+        () = ready.closed() => return,
+    };
+    let (shared, session, life) = match begun {
         Ok(begun) => begun,
         Err(error) => {
             // Nobody waiting for the error: nothing was started.
@@ -45,9 +57,15 @@ pub(super) async fn live(beginning: Beginning, ready: oneshot::Sender<Result<Arc
     tokio::select! {
         () = lives(&shared, session, life) => {}
         () = reconcile::forever(&shared) => {}
+        () = listen::forever(&shared) => {}
         // The lives end by themselves on stop; this is for a stop that they do not notice in time.
         () = async { _ = stop.wait_for(|stop| *stop).await; tokio::time::sleep(shared.bound() * 2).await } => {}
     }
+}
+
+/// How long a call to the database may take: the ttl, within reason.
+fn bound(ttl: Duration) -> Duration {
+    ttl.clamp(Duration::from_secs(1), Duration::from_secs(10))
 }
 
 /// However the thread ends, by a panic too: nothing counts as held any more.
@@ -64,42 +82,47 @@ impl Drop for EndOfThread {
 }
 
 /// Connects, looks at what is there, and begins the first life.
-async fn begin(Beginning { pool, label, ttl }: Beginning) -> Result<(Arc<Shared>, Session, Arc<Life>)> {
+async fn begin(
+    Beginning { pool, label, ttl, pooled }: Beginning,
+) -> Result<(Arc<Shared>, Session, Arc<Life>)> {
     let fail = |source| Error::database("starting the owner", source);
     let mut source = Source {
         pool,
         // The server cuts names at 63 bytes, by itself.
         application_name: format!("fencepost {label}"),
-        bound: ttl.clamp(Duration::from_secs(1), Duration::from_secs(10)),
+        bound: bound(ttl),
         pooled: false,
     };
     let (mut first, mut second) =
         (source.connect().await.map_err(fail)?, source.connect().await.map_err(fail)?);
-    source.pooled = pooler::in_transaction_mode(&mut first, &mut second).await.map_err(fail)?;
+    source.pooled = match pooled {
+        Some(pooled) => pooled,
+        None => pooler::in_transaction_mode(&mut first, &mut second).await.map_err(fail)?,
+    };
     migrate::check_version(&mut first).await?;
     let beating = source.adopt(first).await.map_err(fail)?;
     let calling = source.adopt(second).await.map_err(fail)?;
-    let shared = Shared {
+    let shared = Arc::new_cyclic(|myself| Shared {
         label,
         ttl,
         margin: (ttl / 10).max(Duration::from_millis(5)),
         statements: Statements::new(source, calling),
         grants: Grants::default(),
-        stage: watch::Sender::new(Stage::Starting),
+        wakes: Wakes::default(),
+        stage: watch::Sender::new(Stage::Starting(LossReason::Stopped)),
         runtime: tokio::runtime::Handle::current(),
         beat_now: Notify::new(),
         stop: watch::Sender::new(false),
-    };
-    let (life, session) = start_life(&shared, beating, None).await;
-    let life = life.map_err(fail)?;
-    let session = session.ok_or(Error::Stopped)?;
+        myself: Weak::clone(myself),
+    });
+    let (life, session) = start_life(&shared, beating, None).await.map_err(|(error, _)| fail(error))?;
     shared.enter(Stage::Alive(Arc::clone(&life)), LossReason::Stopped);
     tracing::debug!(
         label = shared.label,
         pooled = shared.statements.source().pooled,
         "fencepost: owner started"
     );
-    Ok((Arc::new(shared), session, life))
+    Ok((shared, session, life))
 }
 
 /// Life after life, until told to stop.
@@ -108,17 +131,21 @@ async fn lives(shared: &Shared, session: Session, mut life: Arc<Life>) {
     let mut stop = shared.stop.subscribe();
     while let Err(reason) = beat(shared, &mut session, &life, &mut stop).await {
         tracing::warn!(label = shared.label, %reason, "fencepost: the owner is lost, with all it held; starting again");
-        shared.enter(Stage::Starting, reason);
+        shared.enter(Stage::Starting(reason), reason);
         let Some(next) = start_again(shared, &mut session, life.id(), &mut stop).await else { break };
         life = next;
         shared.enter(Stage::Alive(Arc::clone(&life)), LossReason::Stopped);
         shared.statements.doubt();
     }
     // First nothing counts as held, then others may have it.
-    shared.enter(Stage::Starting, LossReason::Stopped);
+    shared.enter(Stage::Starting(LossReason::Stopped), LossReason::Stopped);
     let stopping = Call::new(sql::OWNER_STOP, [Arg::Uuid(life.id())]);
-    let told =
-        shared.statements.call_until_answered("stopping the owner", &stopping, &stopping).await.is_ok();
+    let freed = shared.statements.call_until_answered("stopping the owner", &stopping, &stopping).await;
+    // While this thread still runs: those who got what was freed are to hear of it.
+    for handed in freed.iter().flatten().filter_map(HandedOver::of) {
+        shared.statements.call_once(&handed.notification()).await;
+    }
+    let told = freed.is_ok();
     shared.enter(Stage::Stopped { told }, LossReason::Stopped);
 }
 
@@ -134,6 +161,7 @@ async fn beat(
     let mut backoff = Backoff::new(shared.ttl / 50, (shared.ttl / 10).min(Duration::from_millis(500)));
     let mut next = Moment::now().after(period);
     let mut failed = false;
+    let mut revocations = 0;
     loop {
         tokio::select! {
             _ = stop.wait_for(|stop| *stop) => return Ok(()),
@@ -154,10 +182,15 @@ async fn beat(
         };
         match answer {
             Ok(Ok(rows)) => {
-                let Some(remaining) = rows.first().and_then(remaining) else {
+                let Some(beat) = rows.first().and_then(Beat::read) else {
                     return Err(LossReason::Expired);
                 };
-                life.trust_until(deadline(sent, remaining.min(shared.ttl), shared.margin));
+                life.trust_until(deadline(sent, beat.remaining.min(shared.ttl), shared.margin));
+                if beat.revocations != revocations {
+                    // Somebody has ended a hold of ours: find out which.
+                    revocations = beat.revocations;
+                    shared.statements.doubt();
+                }
                 failed = false;
                 backoff.reset();
                 // From when this one was sent; a missed beat is skipped, not made up for.
@@ -195,9 +228,16 @@ async fn attempt(shared: &Shared, session: &mut Option<Session>, call: &Call) ->
         shared.statements.doubt();
         session
     };
-    let (answer, fit) = open.call(call).await;
-    *session = fit;
-    answer
+    match open.call(call).await {
+        Ok((rows, fit)) => {
+            *session = Some(fit);
+            Ok(rows)
+        }
+        Err((error, fit)) => {
+            *session = fit;
+            Err(error)
+        }
+    }
 }
 
 /// The next life, tried until it begins; none when the owner is to stop.
@@ -214,9 +254,16 @@ async fn start_again(
                 Some(session) => session,
                 None => shared.statements.source().open().await?,
             };
-            let (life, fit) = start_life(shared, open, Some(before)).await;
-            *session = fit;
-            life
+            match start_life(shared, open, Some(before)).await {
+                Ok((life, fit)) => {
+                    *session = Some(fit);
+                    Ok(life)
+                }
+                Err((error, fit)) => {
+                    *session = fit;
+                    Err(error)
+                }
+            }
         };
         let error = tokio::select! {
             _ = stop.wait_for(|stop| *stop) => return None,
@@ -236,25 +283,26 @@ async fn start_again(
 /// Ends the life before, so that nobody waits for what it held, and begins a new one.
 async fn start_life(
     shared: &Shared,
-    session: Session,
+    mut session: Session,
     before: Option<Uuid>,
-) -> (sqlx::Result<Arc<Life>>, Option<Session>) {
-    let mut session = session;
+) -> Result<(Arc<Life>, Session), (sqlx::Error, Option<Session>)> {
     if let Some(before) = before {
-        let (stopped, fit) = session.call(&Call::new(sql::OWNER_STOP, [Arg::Uuid(before)])).await;
-        match (stopped, fit) {
-            (Ok(_), Some(fit)) => session = fit,
-            (Err(error), fit) => return (Err(error), fit),
-            (Ok(_), None) => return (Err(sqlx::Error::WorkerCrashed), None),
-        }
+        let freed;
+        (freed, session) = session.call(&Call::new(sql::OWNER_STOP, [Arg::Uuid(before)])).await?;
+        freed.iter().filter_map(HandedOver::of).for_each(|handed| shared.pass_on(handed));
     }
-    let ttl = micros(shared.ttl);
     let sent = Moment::now();
-    let (rows, fit) =
-        session.call(&Call::new(sql::OWNER_START, [Arg::Text(shared.label.clone()), Arg::Number(ttl)])).await;
-    let id = rows.and_then(|rows| rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get::<Uuid, _>("id"));
-    let life = id.map(|id| Arc::new(Life::new(id, deadline(sent, shared.ttl, shared.margin))));
-    (life, fit)
+    let start =
+        Call::new(sql::OWNER_START, [Arg::Text(shared.label.clone()), Arg::Number(micros(shared.ttl))]);
+    let (rows, session) = session.call(&start).await?;
+    let id = rows.first().ok_or(sqlx::Error::RowNotFound).and_then(|row| row.try_get::<Uuid, _>("id"));
+    match id {
+        Ok(id) => {
+            let trusted = deadline(sent, shared.ttl, shared.margin);
+            Ok((Arc::new(Life::new(id, trusted, shared.margin)), session))
+        }
+        Err(error) => Err((error, Some(session))),
+    }
 }
 
 /// Until when an answer of `remaining`, asked for at `sent`, is trusted.
@@ -262,7 +310,17 @@ fn deadline(sent: Moment, remaining: Duration, margin: Duration) -> Moment {
     sent.after(remaining.saturating_sub(margin))
 }
 
-fn remaining(row: &PgRow) -> Option<Duration> {
-    let micros: i64 = row.try_get("remaining").ok()?;
-    Some(Duration::from_micros(u64::try_from(micros).ok()?))
+/// The answer to a heartbeat.
+struct Beat {
+    remaining: Duration,
+    /// How often somebody else has ended a hold of this owner.
+    revocations: i32,
+}
+
+impl Beat {
+    fn read(row: &PgRow) -> Option<Self> {
+        let micros: i64 = row.try_get("remaining").ok()?;
+        let remaining = Duration::from_micros(u64::try_from(micros).ok()?);
+        Some(Self { remaining, revocations: row.try_get("revocations").ok()? })
+    }
 }

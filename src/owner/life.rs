@@ -15,6 +15,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::watch;
 use uuid::Uuid;
@@ -30,12 +31,15 @@ pub(crate) struct Life {
     id: Uuid,
     /// Until when it is trusted, in nanoseconds of the local clock. Only ever raised.
     trusted_until: AtomicU64,
+    /// How long before the database's end that is.
+    margin: Duration,
     lost: watch::Sender<Option<LossReason>>,
 }
 
 impl Life {
-    pub(crate) fn new(id: Uuid, trusted_until: Moment) -> Self {
-        Self { id, trusted_until: AtomicU64::new(trusted_until.as_nanos()), lost: watch::Sender::new(None) }
+    pub(crate) fn new(id: Uuid, trusted_until: Moment, margin: Duration) -> Self {
+        let trusted_until = AtomicU64::new(trusted_until.as_nanos());
+        Self { id, trusted_until, margin, lost: watch::Sender::new(None) }
     }
 
     pub(crate) fn id(&self) -> Uuid {
@@ -54,8 +58,24 @@ impl Life {
         *self.lost.borrow()
     }
 
-    pub(crate) fn watch(&self) -> watch::Receiver<Option<LossReason>> {
-        self.lost.subscribe()
+    /// Resolves when it is lost. The owner's thread says so at the local deadline; should that thread stand
+    /// still, the deadline itself does, a margin later.
+    pub(crate) async fn lost(&self) -> LossReason {
+        let mut lost = self.lost.subscribe();
+        let silent = async {
+            loop {
+                let end = self.trusted_until().after(self.margin);
+                end.reached().await;
+                if self.trusted_until().after(self.margin) == end {
+                    return LossReason::Expired;
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            reason = told(&mut lost) => reason,
+            reason = silent => reason,
+        }
     }
 
     /// Final: the first reason stays.
@@ -97,7 +117,7 @@ impl Held {
 
     /// Resolves when it is lost.
     pub(crate) async fn lost(&self) -> LossReason {
-        let (mut own, mut life) = (self.lost.subscribe(), self.life.watch());
+        let mut own = self.lost.subscribe();
         let cap = async {
             match self.cap {
                 Some(cap) => cap.reached().await,
@@ -106,7 +126,7 @@ impl Held {
         };
         tokio::select! {
             reason = told(&mut own) => reason,
-            reason = told(&mut life) => reason,
+            reason = self.life.lost() => reason,
             () = cap => LossReason::Expired,
         }
     }
@@ -121,7 +141,7 @@ fn set_once(lost: &watch::Sender<Option<LossReason>>, reason: LossReason) {
 }
 
 /// The reason, once it is set. A sender that is gone without one was stopped.
-pub(crate) async fn told(lost: &mut watch::Receiver<Option<LossReason>>) -> LossReason {
+async fn told(lost: &mut watch::Receiver<Option<LossReason>>) -> LossReason {
     match lost.wait_for(Option::is_some).await {
         Ok(reason) => reason.unwrap_or(LossReason::Stopped),
         Err(_sender_gone) => LossReason::Stopped,
@@ -190,8 +210,8 @@ impl Grants {
 /// What the owner is in the middle of.
 #[derive(Clone, Debug)]
 pub(crate) enum Stage {
-    /// Between two lives: the last one died, the next one has not begun.
-    Starting,
+    /// Between two lives: the last one was lost for this reason, the next one has not begun.
+    Starting(LossReason),
     Alive(Arc<Life>),
     /// For ever; `told`: the database knows.
     Stopped {

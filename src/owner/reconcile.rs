@@ -5,6 +5,7 @@
 //! take away a grant that somebody here believes in.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use sqlx::Row as _;
@@ -14,6 +15,7 @@ use super::Shared;
 use super::life::Life;
 use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
+use crate::name::LockName;
 use crate::sql::{self, Arg, Call};
 use crate::token::GrantId;
 
@@ -21,7 +23,7 @@ use crate::token::GrantId;
 const PERIOD: Duration = Duration::from_mins(1);
 
 /// Looks after each reconnect and unknown outcome, and once a minute.
-pub(super) async fn forever(shared: &Shared) {
+pub(super) async fn forever(shared: &Arc<Shared>) {
     let mut wait = PERIOD;
     loop {
         tokio::select! {
@@ -39,7 +41,7 @@ pub(super) async fn forever(shared: &Shared) {
     }
 }
 
-async fn once(shared: &Shared, life: &Life) -> Result<()> {
+async fn once(shared: &Arc<Shared>, life: &Life) -> Result<()> {
     let asked = Moment::now();
     let call = Call::new(sql::OWNED, [Arg::Uuid(life.id())]);
     let rows = shared.statements.call_until_answered("looking up what is held", &call, &call).await?;
@@ -52,15 +54,12 @@ async fn once(shared: &Shared, life: &Life) -> Result<()> {
             continue;
         }
         let name: String = row.try_get("name").map_err(fail)?;
-        let token: i64 = row.try_get("token").map_err(fail)?;
         tracing::warn!(
             label = shared.label,
             name,
-            token,
-            "fencepost: releasing a grant that nobody here holds"
+            "fencepost: giving back a grant or a ticket that nobody here knows"
         );
-        let release = Call::new(sql::RELEASE, [Arg::Text(name), Arg::Number(token), Arg::Uuid(id.as_uuid())]);
-        shared.statements.call_until_answered("releasing an unknown grant", &release, &release).await?;
+        shared.give_back(&LockName::new(&name)?, id).await?;
     }
     for held in shared.grants.held_before(life, asked) {
         if !listed.contains(&held.grant.id) {

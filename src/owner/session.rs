@@ -10,8 +10,9 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout;
 
 use crate::clock::Moment;
-use crate::error::{Error, Result, is_transient, leaves_outcome_open};
+use crate::error::{Error, Result, is_refusal, is_transient, leaves_outcome_open};
 use crate::sql::{self, Call};
+use crate::wait::Backoff;
 
 /// How the owner's connections are made.
 #[derive(Debug)]
@@ -26,13 +27,22 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// A bare connection: nothing set, so right in front of a pooler too.
-    pub(crate) async fn connect(&self) -> sqlx::Result<PgConnection> {
-        let options = PgConnectOptions::clone(&self.pool.connect_options())
+    /// The pool's options as they are now, under our name.
+    pub(crate) fn options(&self) -> PgConnectOptions {
+        PgConnectOptions::clone(&self.pool.connect_options())
             .application_name(&self.application_name)
             // A written-out call shows grant ids, which are secrets.
-            .disable_statement_logging();
-        timeout(self.bound, options.connect()).await.unwrap_or_else(|_| Err(too_slow("connecting")))
+            .disable_statement_logging()
+    }
+
+    /// What a session of ours sets for itself.
+    pub(crate) fn settings(&self) -> String {
+        sql::with_bound(sql::SETTINGS, self.bound)
+    }
+
+    /// A bare connection: nothing set, so right in front of a pooler too.
+    pub(crate) async fn connect(&self) -> sqlx::Result<PgConnection> {
+        timeout(self.bound, self.options().connect()).await.unwrap_or_else(|_| Err(too_slow("connecting")))
     }
 
     pub(crate) async fn open(&self) -> sqlx::Result<Session> {
@@ -43,8 +53,7 @@ impl Source {
     /// Makes a bare connection a session of ours.
     pub(crate) async fn adopt(&self, mut conn: PgConnection) -> sqlx::Result<Session> {
         if !self.pooled {
-            let settings = sql::with_bound(sql::SETTINGS, self.bound);
-            let set = conn.execute(sqlx::raw_sql(AssertSqlSafe(settings)));
+            let set = conn.execute(sqlx::raw_sql(AssertSqlSafe(self.settings())));
             timeout(self.bound, set).await.unwrap_or_else(|_| Err(too_slow("setting up a session")))?;
         }
         Ok(Session { conn, pooled: self.pooled, bound: self.bound })
@@ -64,9 +73,13 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Sends the call and hands the session back with the rows. It is handed back only when it is known to
-    /// be ready for the next call: after an answer. Dropped in between, it is closed.
-    pub(crate) async fn call(mut self, call: &Call) -> (sqlx::Result<Vec<PgRow>>, Option<Self>) {
+    /// Sends the call and hands the session back with the rows. It is handed back only after an answer of our
+    /// own functions: after any other report (a server that is read-only by now, a pooler that lost its
+    /// server) the next connection may be a better one. Dropped in between, it is closed.
+    pub(crate) async fn call(
+        mut self,
+        call: &Call,
+    ) -> Result<(Vec<PgRow>, Self), (sqlx::Error, Option<Self>)> {
         let answer = async {
             if self.pooled {
                 call.through_pooler(&mut self.conn, self.bound).await
@@ -77,8 +90,9 @@ impl Session {
         // The server bounds the statement too; the slack lets its answer arrive.
         let answer = timeout(self.bound.saturating_add(Duration::from_millis(500)), answer);
         match answer.await.unwrap_or_else(|_| Err(too_slow("waiting for an answer"))) {
-            Err(error) if leaves_outcome_open(&error) => (Err(error), None),
-            answered => (answered, Some(self)),
+            Ok(rows) => Ok((rows, self)),
+            Err(error) if is_refusal(&error) => Err((error, Some(self))),
+            Err(error) => Err((error, None)),
         }
     }
 }
@@ -93,17 +107,6 @@ pub(crate) struct Statements {
     idle: Mutex<Vec<Session>>,
     /// Told whenever it is not known what a session did last: what is held has to be looked up.
     in_doubt: Notify,
-}
-
-/// How an attempt failed.
-#[derive(Debug)]
-enum Failure {
-    /// Before anything was sent.
-    NotSent(sqlx::Error),
-    /// By the server's report: rolled back.
-    Answered(sqlx::Error),
-    /// After sending, without a report: it may have happened.
-    Unknown(sqlx::Error),
 }
 
 /// Sessions for calls, beside the heartbeat's.
@@ -123,29 +126,32 @@ impl Statements {
         &self.source
     }
 
-    /// One attempt.
-    async fn call(&self, call: &Call) -> Result<Vec<PgRow>, Failure> {
-        let _permit = self.permits.acquire().await.map_err(|_| Failure::NotSent(sqlx::Error::PoolClosed))?;
-        let session = match self.take() {
+    /// One attempt; `sent` tells whether it may have happened.
+    async fn call(&self, call: &Call, sent: &mut bool) -> sqlx::Result<Vec<PgRow>> {
+        let _permit = self.permits.acquire().await.map_err(|_| sqlx::Error::PoolClosed)?;
+        let idle = self.idle().pop();
+        let session = match idle {
             Some(session) => session,
-            None => self.source.open().await.map_err(Failure::NotSent)?,
+            None => self.source.open().await?,
         };
-        let (answer, session) = session.call(call).await;
-        if let Some(session) = session {
+        *sent = true;
+        let (answer, fit) = match session.call(call).await {
+            Ok((rows, session)) => (Ok(rows), Some(session)),
+            Err((error, session)) => (Err(error), session),
+        };
+        *sent = matches!(&answer, Err(error) if leaves_outcome_open(error));
+        if let Some(session) = fit {
             self.idle().push(session);
         } else {
-            // The others are likely to be as dead.
+            // The others are likely to be as bad.
             self.idle().clear();
             self.doubt();
         }
-        answer.map_err(|error| match error {
-            open if leaves_outcome_open(&open) => Failure::Unknown(open),
-            report => Failure::Answered(report),
-        })
+        answer
     }
 
-    /// Attempts until there is an answer, or `bound` has passed; `again` is sent once an earlier attempt may
-    /// have happened. Both must be safe to repeat.
+    /// Attempts until there is an answer or the bound has passed, whatever is waited for meanwhile; `again` is
+    /// sent once an earlier attempt may have happened. Both must be safe to repeat.
     pub(crate) async fn call_until_answered(
         &self,
         step: &'static str,
@@ -154,31 +160,39 @@ impl Statements {
     ) -> Result<Vec<PgRow>> {
         let start = Moment::now();
         let (mut call, mut in_doubt) = (first, false);
-        let mut pause = Duration::from_millis(2);
+        let mut backoff = Backoff::new(Duration::from_millis(4), Duration::from_millis(250));
+        let mut last = too_slow("waiting for a connection");
         loop {
-            let failure = match self.call(call).await {
-                Ok(rows) => return Ok(rows),
-                Err(Failure::Answered(error) | Failure::NotSent(error)) if !is_transient(&error) => {
-                    return Err(Error::database(step, error));
-                }
-                Err(failure) => failure,
-            };
-            if matches!(failure, Failure::Unknown(_)) {
+            let left = start.after(self.source.bound).remaining();
+            let mut sent = false;
+            let answer = timeout(left, self.call(call, &mut sent)).await;
+            if sent {
                 (call, in_doubt) = (again, true);
+            }
+            match answer {
+                Ok(Ok(rows)) => return Ok(rows),
+                Ok(Err(error)) if !sent && !is_transient(&error) => return Err(Error::database(step, error)),
+                Ok(Err(error)) => last = error,
+                Err(_elapsed) if sent => self.doubt(),
+                Err(_elapsed) => {}
             }
             let left = start.after(self.source.bound).remaining();
             if left.is_zero() {
-                let (Failure::NotSent(source) | Failure::Answered(source) | Failure::Unknown(source)) =
-                    failure;
                 return Err(if in_doubt {
-                    Error::OutcomeUnknown { step, source }
+                    Error::OutcomeUnknown { step, source: last }
                 } else {
-                    Error::TimedOut { step, after: start.elapsed(), source: Some(source) }
+                    Error::TimedOut { step: step.to_owned(), after: start.elapsed(), source: Some(last) }
                 });
             }
-            tracing::debug!(step, ?failure, "fencepost: trying again");
-            tokio::time::sleep(pause.min(left)).await;
-            pause = (pause * 2).min(Duration::from_millis(250));
+            tracing::debug!(step, error = %last, "fencepost: trying again");
+            tokio::time::sleep(backoff.pause().min(left)).await;
+        }
+    }
+
+    /// One attempt whose outcome does not matter.
+    pub(crate) async fn call_once(&self, call: &Call) {
+        if let Err(error) = self.call(call, &mut false).await {
+            tracing::debug!(%error, "fencepost: not sent");
         }
     }
 
@@ -196,10 +210,6 @@ impl Statements {
     /// Resolves when there has been a doubt since it last did.
     pub(crate) async fn doubted(&self) {
         self.in_doubt.notified().await;
-    }
-
-    fn take(&self) -> Option<Session> {
-        self.idle().pop()
     }
 
     fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Session>> {

@@ -5,7 +5,9 @@ use fencepost::{Error, FencingToken, Grant, GrantId, HeldLease, LockName, LossRe
 use sqlx::{Acquire as _, PgPool, Row as _};
 
 use crate::cancel::after_polls;
-use crate::support::{LONG, SHORT, database, hold, hold_when_free, lease, owner, until, until_true, within};
+use crate::support::{
+    LONG, SHORT, TOUGH, database, hold, hold_when_free, lease, owner, until, until_true, within,
+};
 
 const LEVELS: [Isolation; 4] =
     [Isolation::SessionDefault, Isolation::ReadCommitted, Isolation::RepeatableRead, Isolation::Serializable];
@@ -111,7 +113,7 @@ async fn an_old_snapshot_does_not_help_a_stale_holder() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_older_than_the_ttl_does_not_make_a_living_holder_look_dead() {
     let (_database, pool) = database().await;
-    let a = owner(&pool, "a", SHORT).await;
+    let a = owner(&pool, "a", TOUGH).await;
     let held = hold(&a, "account").await;
     let mut tx = pool.begin().await.unwrap();
     let begin = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; SELECT * FROM fencepost.owners";
@@ -194,7 +196,7 @@ async fn an_idle_fenced_transaction_is_ended_after_the_ttl() {
 async fn the_idle_bound_is_the_ttl_never_above_the_callers() {
     let (_database, pool) = database().await;
     let held = hold(&owner(&pool, "a", LONG).await, "account").await;
-    let capped = lease("capped").at_most(SHORT).unwrap();
+    let capped = lease("capped").at_most(TOUGH).unwrap();
     let capped = capped.try_acquire(&owner(&pool, "b", LONG).await).await.unwrap().unwrap();
     let mut conn = pool.acquire().await.unwrap();
     let show = "SELECT (extract(epoch FROM current_setting('idle_in_transaction_session_timeout')::interval) * 1000)::bigint AS idle, \
@@ -205,7 +207,7 @@ async fn the_idle_bound_is_the_ttl_never_above_the_callers() {
         (0, &held, ttl, ttl),
         (2 * ttl, &held, ttl, ttl),
         (5, &held, 5, 5),
-        (0, &capped, 1, i64::try_from(SHORT.as_millis()).unwrap()),
+        (0, &capped, 1, i64::try_from(TOUGH.as_millis()).unwrap()),
     ] {
         let set = format!(
             "SET idle_in_transaction_session_timeout = {own}; SET client_connection_check_interval = 5000"

@@ -400,7 +400,9 @@ async fn b6_stopping_an_owner_does_not_wait_for_a_takeover() {
     run(&mut taking, "BEGIN; SELECT FROM fencepost.leases WHERE name = 'x' FOR UPDATE").await;
     let freed: i64 = within(
         "stopping",
-        sqlx::query_scalar("SELECT fencepost.owner_stop($1)").bind(holder).fetch_one(&mut stopping),
+        sqlx::query_scalar("SELECT count(*) FROM fencepost.owner_stop($1)")
+            .bind(holder)
+            .fetch_one(&mut stopping),
     )
     .await
     .unwrap();

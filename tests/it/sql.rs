@@ -17,7 +17,7 @@ async fn acquire(conn: &mut PgConnection, name: &str, at_most: &str) -> PgRow {
 }
 
 async fn release(conn: &mut PgConnection, name: &str, token: FencingToken, id: GrantId) -> bool {
-    sqlx::query_scalar("SELECT fencepost.release($1, $2, $3)")
+    sqlx::query_scalar("SELECT released FROM fencepost.release($1, $2, $3)")
         .bind(name)
         .bind(token)
         .bind(id)
@@ -94,6 +94,7 @@ async fn bad_arguments_are_refused_with_their_own_code() {
         "fencepost.acquire('x', p_at_most => '367 days')",
         "fencepost.acquire('x', p_at_most => '1 s', p_label => '')",
         "fencepost.acquire('x', p_at_most => '1 s', p_grant_id => NULL)",
+        "fencepost.acquire('x', p_at_most => '1 s', p_enqueue => true)",
         "fencepost.owner_start('x', '9 ms')",
         "fencepost.owner_start('x', '25 hours')",
         "fencepost.owner_start('x', NULL)",
@@ -134,6 +135,8 @@ async fn state_changes_refuse_to_run_outside_read_committed() {
             "acquire('x', p_at_most => '1 s')".into(),
             format!("release('x', 1, '{id}')"),
             "revoke('x')".into(),
+            "hand_over('x')".into(),
+            format!("withdraw('x', '{id}')"),
             "prune('1 day')".into(),
         ] {
             conn.execute(AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"))).await.unwrap();
@@ -194,6 +197,8 @@ async fn an_application_role_can_lock_and_nothing_else() {
         "SELECT fencepost.protect('pg_class', 'report')",
         "SELECT fencepost.unprotect('pg_class')",
         "SELECT fencepost.require_fence()",
+        "SELECT fencepost.hand_to_head('report')",
+        "SELECT * FROM fencepost.waiters",
         "SELECT fencepost.allow('postgres')",
         "CREATE TABLE fencepost.mine ()",
         "DROP SCHEMA fencepost CASCADE",
@@ -221,13 +226,17 @@ async fn public_can_call_nothing_and_every_function_sets_its_search_path() {
     let invoker: Vec<String> =
         rows.iter().filter(|row| !row.get::<bool, _>("definer")).map(|row| row.get("name")).collect();
     // These need the rights of their caller, the owner of the table or of the schema.
-    assert_eq!(invoker, ["allow", "protect", "unprotect"]);
+    assert_eq!(invoker, ["allow", "parts", "protect", "unprotect"]);
     assert!(rows.len() >= 14);
     for row in rows {
         let name: String = row.get("name");
         assert_eq!(row.get::<String, _>("config"), "search_path=pg_catalog, pg_temp", "{name}");
         assert!(!row.get::<bool, _>("public"), "{name}");
-        assert!(row.get::<String, _>("volatile") == "v" || name == "version", "{name}");
+        assert!(
+            row.get::<String, _>("volatile") == "v"
+                || ["parts", "version", "wake_channel"].contains(&name.as_str()),
+            "{name}"
+        );
     }
 }
 

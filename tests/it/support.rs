@@ -14,6 +14,9 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 /// A ttl that outlasts a test: nothing dies unless the test makes it.
 pub(crate) const LONG: Duration = Duration::from_mins(1);
 
+/// A ttl that has to be survived, on a busy machine too, by a test that waits for several of it.
+pub(crate) const TOUGH: Duration = Duration::from_secs(2);
+
 /// A ttl whose end a test waits for.
 pub(crate) const SHORT: Duration = Duration::from_millis(400);
 
