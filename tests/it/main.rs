@@ -24,4 +24,5 @@ mod protect;
 mod proxy;
 mod sql;
 mod support;
+mod waiting;
 mod wire;
