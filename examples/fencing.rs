@@ -10,24 +10,19 @@
 //! This process starts the workers (it runs itself again), pauses and wakes them, and checks every claim it
 //! prints: it fails if one is not true.
 
-use std::error::Error;
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+#[path = "support/worker.rs"]
+mod worker;
+
 use std::time::Duration;
 
 use fencepost::testing::TestDatabase;
-use fencepost::{FencingToken, HeldLease, Lease, Owner, fence};
+use fencepost::{FencingToken, HeldLease, Lease, Owner, Wait, fence};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use sqlx::PgPool;
-
-type Result<T = (), E = Box<dyn Error>> = std::result::Result<T, E>;
+use worker::{DEADLINE, Result, Worker, end_with_parent, ensure, say, wait_for_a_line};
 
 /// Short, so that the story does not take long. Leave it at its default in a service.
 const TTL: Duration = Duration::from_secs(1);
-
-/// The longest that any step may take, on a busy machine too.
-const DEADLINE: Duration = Duration::from_mins(1);
 
 #[tokio::main]
 async fn main() -> Result {
@@ -48,7 +43,7 @@ async fn work(name: &str, deposit: i64, fenced: bool) -> Result {
     let owner = Owner::builder(&pool).label(name).ttl(TTL).start().await?;
     let lease = Lease::named("account")?;
     loop {
-        let held = acquire(&lease, &owner).await?;
+        let held = lease.acquire(&owner, Wait::at_most(DEADLINE)).await?;
         say("token", held.token());
         let before: i64 = sqlx::query_scalar("SELECT balance FROM account").fetch_one(&pool).await?;
         let after = before + deposit;
@@ -58,7 +53,6 @@ async fn work(name: &str, deposit: i64, fenced: bool) -> Result {
 
         // A pause may come between any two instructions. Here the worker waits to be told to go on, so that
         // it always comes at the worst moment: everything is checked and computed, nothing is written.
-        // (Waiting blocks this thread. The lease stays: the heartbeat has a thread of its own.)
         wait_for_a_line()?;
 
         let written =
@@ -114,36 +108,6 @@ async fn say_how_it_is_refused(held: &HeldLease, pool: &PgPool) -> Result {
     Ok(tx.rollback().await?)
 }
 
-async fn acquire(lease: &Lease, owner: &Owner) -> Result<HeldLease> {
-    let until_free = async {
-        loop {
-            if let Some(held) = lease.try_acquire(owner).await? {
-                return Ok(held);
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    tokio::time::timeout(DEADLINE, until_free).await?
-}
-
-fn say(what: &str, value: impl std::fmt::Display) {
-    println!("{what} {value}");
-}
-
-fn wait_for_a_line() -> Result {
-    match std::io::stdin().read_line(&mut String::new())? {
-        0 => Err("the storyteller is gone".into()),
-        _ => Ok(()),
-    }
-}
-
-/// A paused worker cannot notice that its parent was killed: the kernel shall end it.
-fn end_with_parent() -> Result {
-    #[cfg(target_os = "linux")]
-    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    Ok(())
-}
-
 // ---- The storyteller: starts the workers, pauses and wakes them. ------------------------------------
 
 async fn tell() -> Result {
@@ -170,10 +134,10 @@ async fn tell() -> Result {
 
 async fn with_the_fence(database: &TestDatabase, pool: &PgPool) -> Result<i64> {
     let mut story = Story::begin("WITH THE FENCE");
-    let mut a = Worker::start(database, "A", 10, "fenced")?;
+    let mut a = Worker::start(database, "A", &["10", "fenced"])?;
     let first = story.takes_the_lease(&mut a)?;
     story.pauses(&a, pool).await?;
-    let mut b = Worker::start(database, "B", 50, "fenced")?;
+    let mut b = Worker::start(database, "B", &["50", "fenced"])?;
     let second = story.takes_the_lease(&mut b)?;
     ensure(second > first, "the later token is the larger one")?;
     story.writes(&mut b, "through the fence")?;
@@ -199,10 +163,10 @@ async fn with_the_fence(database: &TestDatabase, pool: &PgPool) -> Result<i64> {
 
 async fn without_the_fence(database: &TestDatabase, pool: &PgPool) -> Result<i64> {
     let mut story = Story::begin("WITHOUT THE FENCE");
-    let mut a = Worker::start(database, "A", 10, "unfenced")?;
+    let mut a = Worker::start(database, "A", &["10", "unfenced"])?;
     let first = story.takes_the_lease(&mut a)?;
     story.pauses(&a, pool).await?;
-    let mut b = Worker::start(database, "B", 50, "unfenced")?;
+    let mut b = Worker::start(database, "B", &["50", "unfenced"])?;
     let second = story.takes_the_lease(&mut b)?;
     ensure(second > first, "the later token is the larger one")?;
     story.writes(&mut b, "with a plain UPDATE")?;
@@ -245,17 +209,18 @@ impl Story {
     /// Returns when the worker stands still and the database has given it up.
     async fn pauses(&mut self, worker: &Worker, pool: &PgPool) -> Result {
         self.line(worker.name, "looks at its own clock: the lease is held, so it goes on to write");
-        worker.signal(Signal::STOP)?;
+        let pid = Pid::from_child(&worker.child);
+        kill_process(pid, Signal::STOP)?;
         // The kernel says when every thread of it has stopped.
-        waitpid(Some(worker.pid), WaitOptions::UNTRACED)?;
+        waitpid(Some(pid), WaitOptions::UNTRACED)?;
         self.line("(system)", &format!("pauses {} (SIGSTOP)", worker.name));
-        until_expired(worker.name, pool).await?;
+        worker.until_expired(pool).await?;
         self.line("database", &format!("has not heard from {} for its ttl: the lease is free", worker.name));
         Ok(())
     }
 
     fn wakes(&mut self, worker: &mut Worker) -> Result {
-        worker.signal(Signal::CONT)?;
+        kill_process(Pid::from_child(&worker.child), Signal::CONT)?;
         self.line("(system)", &format!("wakes {} (SIGCONT), which goes on where it was", worker.name));
         worker.tell("go on")
     }
@@ -285,80 +250,6 @@ impl Story {
     }
 }
 
-async fn until_expired(label: &str, pool: &PgPool) -> Result {
-    let query = "SELECT bool_and(expires_at <= clock_timestamp()) FROM fencepost.owners WHERE label = $1";
-    let expired = async {
-        while !sqlx::query_scalar::<_, bool>(query).bind(label).fetch_one(pool).await? {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        Ok(())
-    };
-    tokio::time::timeout(DEADLINE, expired).await?
-}
-
 async fn balance(pool: &PgPool) -> Result<i64> {
     Ok(sqlx::query_scalar("SELECT balance FROM account").fetch_one(pool).await?)
-}
-
-fn ensure(is_true: bool, claim: &str) -> Result {
-    if is_true { Ok(()) } else { Err(format!("not true: {claim}").into()) }
-}
-
-/// A child process. It is killed, paused or not, when this value goes.
-struct Worker {
-    name: &'static str,
-    child: Child,
-    pid: Pid,
-    orders: ChildStdin,
-    says: Receiver<String>,
-}
-
-impl Worker {
-    fn start(database: &TestDatabase, name: &'static str, deposit: i64, writes: &str) -> Result<Self> {
-        let mut child = Command::new(std::env::current_exe()?)
-            .args(["worker", name, &deposit.to_string(), writes])
-            .env("DATABASE_URL", database.url())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let pid = Pid::from_child(&child);
-        let (Some(orders), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err("a worker without pipes".into());
-        };
-        let (heard, says) = channel();
-        // A thread, so that `hear` can give up on a worker that says nothing.
-        std::thread::spawn(move || {
-            BufReader::new(output)
-                .lines()
-                .map_while(std::result::Result::ok)
-                .try_for_each(|line| heard.send(line))
-        });
-        Ok(Self { name, child, pid, orders, says })
-    }
-
-    fn tell(&mut self, order: &str) -> Result {
-        writeln!(self.orders, "{order}").map_err(|error| format!("{} is gone: {error}", self.name).into())
-    }
-
-    /// What the worker says next, which has to be about `what`.
-    fn hear(&mut self, what: &str) -> Result<String> {
-        let line =
-            self.says.recv_timeout(DEADLINE).map_err(|_| format!("{} did not say {what}", self.name))?;
-        match line.split_once(' ') {
-            Some((word, value)) if word == what => Ok(value.to_owned()),
-            _ => Err(format!("{} said {line:?}, not {what}", self.name).into()),
-        }
-    }
-
-    fn signal(&self, signal: Signal) -> Result {
-        Ok(kill_process(self.pid, signal)?)
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        // Both do nothing to a child that has been waited for.
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
 }

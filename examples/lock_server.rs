@@ -11,7 +11,7 @@ use std::error::Error;
 use std::time::Duration;
 
 use fencepost::testing::TestDatabase;
-use fencepost::{Attempt, FencingToken, Grant, GrantId, HeldLease, Lease, LockName, Owner, fence};
+use fencepost::{Attempt, FencingToken, Grant, GrantId, HeldLease, Lease, LockName, Owner, Wait, fence};
 use sqlx::PgPool;
 
 type Result<T = (), E = Box<dyn Error>> = std::result::Result<T, E>;
@@ -102,16 +102,7 @@ async fn acquired_by_a_client_that_goes_away(pool: &PgPool, lease: &Lease) -> Re
 }
 
 async fn taken_over(lease: &Lease, owner: &Owner) -> Result<HeldLease> {
-    let until_free = async {
-        loop {
-            match lease.attempt(owner).await? {
-                Attempt::Held(held) => return Ok(held),
-                Attempt::Busy(holder) => tokio::time::sleep(holder.remaining).await,
-            }
-        }
-    };
-    let held: Result<HeldLease> = tokio::time::timeout(Duration::from_mins(1), until_free).await?;
-    let held = held?;
+    let held = lease.acquire(owner, Wait::at_most(Duration::from_mins(1))).await?;
     line(owner.label(), "acquire", &format!("acquired after her expiry, token {}", held.token()));
     Ok(held)
 }

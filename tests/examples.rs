@@ -76,6 +76,36 @@ fn lock_server_gives_its_answers() {
     prints("lock_server", LOCK_SERVER);
 }
 
+const WAITING_IN_LINE: &str = "   1  parent    holds the lease: token 1
+   2  A         arrives and waits; in line: A
+   3  B         arrives and waits; in line: A B
+   4  C         arrives and waits; in line: A B C
+   5  D         arrives and waits; in line: A B C D
+   6  E         arrives and waits; in line: A B C D E
+   7  (system)  kills B (SIGKILL) while it waits
+   8  database  has not heard from B for its ttl; in line: A C D E
+   9  parent    releases the lease, which goes to A
+  10  A         is served: token 2; in line: C D E
+  11  A         releases the lease, which goes to C
+  12  C         is served: token 3; in line: D E
+  13  (system)  kills C (SIGKILL) while it holds the lease
+  14  D         is served: token 4; in line: E
+  15  database  had kept the lease for C until its ttl was over, and no longer
+  16  D         releases the lease, which goes to E
+  17  E         is served: token 5; in line: nobody
+  18  E         releases the lease, which is free
+
+arrived:  A B C D E
+killed:   B while it waited, C while it held the lease
+served:   A C D E, the order of arrival without B
+delayed:  whoever came after C, by its ttl (1s) and no more
+";
+
+#[test]
+fn waiting_in_line_serves_in_the_order_of_arrival() {
+    prints("waiting_in_line", WAITING_IN_LINE);
+}
+
 const STORAGE: &str = r#"A lock elsewhere gives the tokens; the storage remembers the largest one it has seen.
   token 33  accepted
   token 34  accepted
@@ -97,15 +127,29 @@ fn storage_rejects_the_late_write() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_killed_story_leaves_no_paused_worker() {
-    let mark = mark("killed");
-    let mut child = example("fencing", &mark).stdout(Stdio::piped()).spawn().unwrap();
-    let output = BufReader::new(child.stdout.take().unwrap());
-    let paused = output.lines().map_while(Result::ok).find(|line| line.contains("SIGSTOP"));
+    killed_at("fencing", "SIGSTOP", 1);
+}
+
+// Whoever waits hears nothing of its parent.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_story_leaves_no_waiting_worker() {
+    killed_at("waiting_in_line", "kills B", 4);
+}
+
+/// Kills the story when it tells this, and so many workers are there.
+#[cfg(target_os = "linux")]
+fn killed_at(name: &str, step: &str, workers: usize) {
+    let mark = mark(&format!("{name}-killed"));
+    let mut child = example(name, &mark).stdout(Stdio::piped()).spawn().unwrap();
+    // Kept open, so that the story goes on until it is killed.
+    let mut output = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let told = output.find(|line| line.contains(step));
     let marked = marked(&mark);
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(paused.is_some(), "the story ended before the pause");
-    assert!(marked >= 2, "the look at the process table must see the story and its worker");
+    assert!(told.is_some(), "the story ended before {step}");
+    assert!(marked > workers, "the look at the process table must see the story and its workers");
     leaves_nothing(&mark);
 }
 
