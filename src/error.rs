@@ -68,12 +68,27 @@ pub enum Error {
     #[non_exhaustive]
     TimedOut {
         /// What was waited for.
-        step: String,
+        step: &'static str,
         /// How long.
         after: Duration,
         /// The last failure seen while waiting.
         #[source]
         source: Option<sqlx::Error>,
+    },
+
+    /// Not acquired in the time that the caller would wait: somebody else holds it.
+    #[error("lease \"{name}\" is busy, not acquired within {after:?}: held by {}{}",
+        label.as_deref().unwrap_or("somebody"), token.map(|t| format!(" with token {t}")).unwrap_or_default())]
+    #[non_exhaustive]
+    Busy {
+        /// The lease.
+        name: String,
+        /// The label of whoever held it last, as far as known.
+        label: Option<String>,
+        /// The holder's token, as far as known.
+        token: Option<FencingToken>,
+        /// How long it was waited for.
+        after: Duration,
     },
 
     /// The request was sent and its answer lost, so it may have happened. What an acquire got in this way is
@@ -205,6 +220,7 @@ impl Error {
             Self::Deadlock { .. }
             | Self::SerializationFailure { .. }
             | Self::PoolExhausted { .. }
+            | Self::Busy { .. }
             | Self::TimedOut { .. } => true,
             Self::Database { source, .. } => is_transient(source),
             _ => false,
@@ -220,7 +236,7 @@ impl Error {
     /// Whether something was waited for in vain.
     #[must_use]
     pub fn is_timeout(&self) -> bool {
-        matches!(self, Self::TimedOut { .. } | Self::PoolExhausted { .. })
+        matches!(self, Self::TimedOut { .. } | Self::Busy { .. } | Self::PoolExhausted { .. })
     }
 
     /// The SQLSTATE, where Postgres gave one.
@@ -237,7 +253,9 @@ impl Error {
             Self::StaleFence { .. } => return Some("LK001"),
             Self::Lost { .. } => return Some("LK002"),
             Self::Unfenced { .. } => return Some("LK006"),
-            Self::Misuse { .. } | Self::SchemaVersion { .. } | Self::Stopped => return None,
+            Self::Misuse { .. } | Self::SchemaVersion { .. } | Self::Busy { .. } | Self::Stopped => {
+                return None;
+            }
         };
         source.as_database_error()?.try_downcast_ref::<PgDatabaseError>().map(PgDatabaseError::code)
     }

@@ -195,7 +195,7 @@ impl Lease {
     /// its owner's ttl. If this owner is lost meanwhile, it queues again under its next life, at the end.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] when the wait is over, with whoever held it up; [`Error::Stopped`] after the owner's
+    /// [`Error::Busy`] when the wait is over, with whoever held it up; [`Error::Stopped`] after the owner's
     /// shutdown. A database that is out of reach is waited for like a holder.
     ///
     /// # Cancel safety
@@ -218,18 +218,14 @@ impl Lease {
     pub async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<HeldLease> {
         let shared = owner.shared();
         let held_up_by = line::HeldUpBy::default();
-        let timed_out = |after| {
-            let holder = held_up_by.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let by = holder.map(|holder| format!(", held by {holder}")).unwrap_or_default();
-            Error::TimedOut { step: format!("waiting for lease \"{}\"{by}", self.name), after, source: None }
+        let busy = |holder: Option<Holder>, after| {
+            let (label, token) = holder.map(|holder| (holder.label, holder.token)).unwrap_or_default();
+            Error::Busy { name: self.name.to_string(), label, token, after }
         };
         if wait == Wait::no() {
             return match self.attempt(owner).await? {
                 Attempt::Held(held) => Ok(held),
-                Attempt::Busy(holder) => {
-                    *held_up_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(holder);
-                    Err(timed_out(Duration::ZERO))
-                }
+                Attempt::Busy(holder) => Err(busy(Some(holder), Duration::ZERO)),
             };
         }
         // Dropped with this future, also at the deadline: the task gives its place up then.
@@ -238,9 +234,10 @@ impl Lease {
             shared.run(line::acquire(owner.clone(), self.clone(), Arc::clone(&held_up_by), watching));
         match wait.bound() {
             None => waiting.await,
-            Some(bound) => {
-                tokio::time::timeout(bound, waiting).await.unwrap_or_else(|_| Err(timed_out(bound)))
-            }
+            Some(bound) => tokio::time::timeout(bound, waiting).await.unwrap_or_else(|_elapsed| {
+                let holder = held_up_by.lock().unwrap_or_else(PoisonError::into_inner).take();
+                Err(busy(holder, bound))
+            }),
         }
     }
 

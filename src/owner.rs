@@ -203,11 +203,7 @@ impl Owner {
         if told {
             Ok(())
         } else {
-            Err(Error::TimedOut {
-                step: "stopping the owner".to_owned(),
-                after: self.shared().bound(),
-                source: None,
-            })
+            Err(Error::TimedOut { step: "stopping the owner", after: self.shared().bound(), source: None })
         }
     }
 
@@ -346,11 +342,9 @@ impl Shared {
         match timeout(self.bound(), settled).await.map(|stage| stage.map(|stage| stage.clone())) {
             Ok(Ok(Stage::Alive(life))) => Ok(life),
             Ok(_) => Err(Error::Stopped),
-            Err(_) => Err(Error::TimedOut {
-                step: "the owner's next start".to_owned(),
-                after: self.bound(),
-                source: None,
-            }),
+            Err(_) => {
+                Err(Error::TimedOut { step: "the owner's next start", after: self.bound(), source: None })
+            }
         }
     }
 

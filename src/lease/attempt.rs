@@ -76,7 +76,7 @@ pub(super) async fn ask(
     lease: &Lease,
     life: &Arc<Life>,
     id: GrantId,
-    line: Line,
+    place: Line,
 ) -> Result<Asked> {
     let shared = owner.shared();
     let call = |retry| {
@@ -87,7 +87,7 @@ pub(super) async fn ask(
             Arg::OptionalNumber(lease.at_most.map(micros)),
             Arg::OptionalText(lease.metadata.clone()),
             Arg::Bool(retry),
-            Arg::Bool(line == Line::Join),
+            Arg::Bool(place == Line::Join),
         ];
         Call::new(sql::ACQUIRE, args)
     };

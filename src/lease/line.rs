@@ -53,8 +53,8 @@ pub(super) async fn acquire(
         let waiter = Waiter { owner: &owner, lease: &lease, life: &life, id, held_up_by: &held_up_by };
         match waiter.wait(&mut wanted).await {
             Ok(Turn::Held(held)) => {
-                let waited = start.elapsed();
-                tracing::info!(name = %lease.name, token = %held.token(), ?waited, "fencepost: acquired after waiting");
+                let after = start.elapsed();
+                tracing::info!(name = %lease.name, token = %held.token(), ?after, "fencepost: acquired after waiting");
                 return Ok(held);
             }
             Ok(Turn::OwnerLost) => {

@@ -36,7 +36,7 @@ pub(super) async fn live(beginning: Beginning, mut ready: oneshot::Sender<Result
     let bound = bound(beginning.ttl);
     let begun = tokio::select! {
         begun = timeout(bound, begin(beginning)) => begun.unwrap_or_else(|_elapsed| {
-            Err(Error::TimedOut { step: "starting the owner".to_owned(), after: bound, source: None })
+            Err(Error::TimedOut { step: "starting the owner", after: bound, source: None })
         }),
         // Nobody waits for it any more. What was begun in the database ends with its ttl.
         () = ready.closed() => return,

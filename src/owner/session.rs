@@ -181,7 +181,7 @@ impl Statements {
                 return Err(if in_doubt {
                     Error::OutcomeUnknown { step, source: last }
                 } else {
-                    Error::TimedOut { step: step.to_owned(), after: start.elapsed(), source: Some(last) }
+                    Error::TimedOut { step, after: start.elapsed(), source: Some(last) }
                 });
             }
             tracing::debug!(step, error = %last, "fencepost: trying again");
