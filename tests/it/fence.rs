@@ -468,3 +468,61 @@ async fn the_fence_is_passed_from_tokio_postgres() {
     drop(client);
     connection.await.unwrap().unwrap();
 }
+
+// The row is younger than the snapshot: run again, not lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_from_before_the_first_grant_does_not_lose_it() {
+    let (_database, pool) = database().await;
+    let a = owner(&pool, "a", LONG).await;
+    for (number, level) in ["REPEATABLE READ", "SERIALIZABLE"].into_iter().enumerate() {
+        let mut tx = pool.begin().await.unwrap();
+        let begin = format!("SET TRANSACTION ISOLATION LEVEL {level}; SELECT count(*) FROM fencepost.leases");
+        sqlx::raw_sql(sqlx::AssertSqlSafe(begin)).execute(&mut *tx).await.unwrap();
+        let held = hold(&a, &format!("new-{number}")).await;
+        let again = held.fence(&mut tx).await.unwrap_err();
+        assert!(matches!(again, Error::SerializationFailure { .. }), "{level}: {again:?}");
+        drop(tx);
+        assert!(held.is_held());
+        held.begin(&pool).await.unwrap().commit().await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fence_passed_again_in_a_savepoint_that_rolls_back_stays_passed() {
+    let (_database, pool) = database().await;
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    let held = hold(&a, "account").await;
+    let mut tx = held.begin(&pool).await.unwrap();
+    let mut savepoint = tx.begin().await.unwrap();
+    held.fence(&mut savepoint).await.unwrap();
+    sqlx::query("SELECT FROM fencepost.leases FOR NO KEY UPDATE").execute(&mut *savepoint).await.unwrap();
+    savepoint.rollback().await.unwrap();
+    assert!(held.release().await.unwrap());
+    assert!(lease("account").try_acquire(&b).await.unwrap().is_none(), "the first fence is still passed");
+    tx.commit().await.unwrap();
+    assert!(hold(&b, "account").await.is_held());
+}
+
+// NULL compares with nothing: it must not pass for the grant.
+#[tokio::test(flavor = "multi_thread")]
+async fn null_passes_no_fence() {
+    let (_database, pool) = database().await;
+    let held = hold(&owner(&pool, "a", LONG).await, "account").await;
+    for call in ["fence('account', $1, NULL)", "fence('account', NULL, $2)", "fence(NULL, $1, $2)"] {
+        let text = format!("SELECT fencepost.{call}, $1::bigint, $2::uuid");
+        let grant = held.grant();
+        let refused = sqlx::query(sqlx::AssertSqlSafe(text))
+            .bind(grant.token)
+            .bind(grant.id)
+            .execute(&pool)
+            .await
+            .unwrap_err();
+        assert_eq!(refused.as_database_error().unwrap().code().unwrap(), "LK001", "{call}");
+    }
+    let released: bool = sqlx::query_scalar("SELECT released FROM fencepost.release('account', $1, NULL)")
+        .bind(held.token())
+        .fetch_one(&pool)
+        .await
+        .unwrap();
+    assert!(!released);
+}

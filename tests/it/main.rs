@@ -22,6 +22,7 @@ mod postgres_facts;
 mod process;
 mod protect;
 mod proxy;
+mod prune;
 mod sql;
 mod support;
 mod waiting;

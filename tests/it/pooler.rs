@@ -89,7 +89,9 @@ impl Drop for PgBouncer {
 }
 
 async fn server() -> Server {
-    let server = tokio::task::spawn_blocking(|| Server::start().unwrap()).await.unwrap();
+    // Commits wait for the disk by default: what our own sessions set would be seen.
+    let start = || Server::builder().setting("synchronous_commit", "on").start().unwrap();
+    let server = tokio::task::spawn_blocking(start).await.unwrap();
     let pool = PgPoolOptions::new().connect_lazy_with(server.options());
     fencepost::migrate(&pool).await.unwrap();
     pool.close().await;
@@ -134,13 +136,20 @@ async fn leases_work_behind_a_transaction_mode_pooler() {
         // Nothing of ours leaked into the sessions that others use next.
         let mut conn = connect(&pgbouncer.options).await;
         for (setting, default) in
-            [("synchronous_commit", "off"), ("statement_timeout", "0"), ("search_path", "\"$user\", public")]
+            [("synchronous_commit", "on"), ("statement_timeout", "0"), ("search_path", "\"$user\", public")]
         {
             let show = sqlx::AssertSqlSafe(format!("SHOW {setting}"));
             let row = sqlx::Executor::fetch_one(&mut conn, sqlx::raw_sql(show)).await.unwrap();
             assert_eq!(sqlx::Row::get::<String, _>(&row, 0), default, "{setting}");
         }
+        // Waiting works by asking: nothing is heard there.
+        let waiting = {
+            let b = owners[1].clone();
+            tokio::spawn(async move { lease("o'brien's").acquire(&b, fencepost::Wait::forever()).await })
+        };
+        until_true(&direct, "it is in line", "SELECT EXISTS (SELECT FROM fencepost.waiters)").await;
         assert!(held.release().await.unwrap());
+        assert!(within("being served", waiting).await.unwrap().unwrap().release().await.unwrap());
         for owner in owners {
             owner.shutdown().await.unwrap();
         }
@@ -180,4 +189,7 @@ async fn a_session_mode_pooler_is_as_good_as_none() {
     let a = owner(&pool, "a", LONG).await;
     assert!(!a.is_pooled());
     assert!(hold(&a, "report").await.release().await.unwrap());
+    // Told otherwise, it believes what it is told.
+    let told = fencepost::Owner::builder(&pool).transaction_pooler(true).start().await.unwrap();
+    assert!(told.is_pooled() && hold(&told, "report").await.release().await.unwrap());
 }

@@ -17,7 +17,8 @@ pub(crate) struct Proxy {
 }
 
 struct State {
-    socket: std::path::PathBuf,
+    /// Where new connections go.
+    socket: std::sync::Mutex<std::path::PathBuf>,
     /// Messages that ask for an answer: Sync and Query. One each is a round trip.
     round_trips: AtomicU64,
     /// The next message that contains these bytes is delivered, and its answer is not: the connection ends.
@@ -33,9 +34,8 @@ impl Proxy {
     pub(crate) async fn before(upstream: PgConnectOptions) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
         let port = listener.local_addr().unwrap().port();
-        let folder = upstream.get_socket().expect("a server on a Unix socket").clone();
         let state = Arc::new(State {
-            socket: folder.join(format!(".s.PGSQL.{}", upstream.get_port())),
+            socket: std::sync::Mutex::new(socket(&upstream)),
             round_trips: AtomicU64::new(0),
             cut: std::sync::Mutex::new(None),
             cuts: AtomicU64::new(0),
@@ -81,15 +81,26 @@ impl Proxy {
         self.state.hole.send_replace(on);
     }
 
+    /// New connections go to this server from now on, as after a failover.
+    pub(crate) fn switch(&self, upstream: &PgConnectOptions) {
+        *self.state.socket.lock().unwrap() = socket(upstream);
+    }
+
     /// New connections are closed at once.
     pub(crate) fn refuse(&self, on: bool) {
         self.state.refuse.store(on, Ordering::SeqCst);
     }
 }
 
+fn socket(server: &PgConnectOptions) -> std::path::PathBuf {
+    let folder = server.get_socket().expect("a server on a Unix socket");
+    folder.join(format!(".s.PGSQL.{}", server.get_port()))
+}
+
 async fn serve(state: Arc<State>, client: TcpStream) {
     client.set_nodelay(true).unwrap();
-    let Ok(server) = UnixStream::connect(&state.socket).await else { return };
+    let path = state.socket.lock().unwrap().clone();
+    let Ok(server) = UnixStream::connect(path).await else { return };
     let (from_client, to_client) = client.into_split();
     let (from_server, to_server) = server.into_split();
     let swallow = Arc::new(AtomicBool::new(false));

@@ -201,3 +201,81 @@ async fn refused_connections_within_the_ttl_lose_nothing() {
     until_true(&observer, "a beat", beat).await;
     assert!(held.is_held() && held.release().await.unwrap());
 }
+
+// Bounded also for those who stand behind others: the time does not grow with their number.
+#[tokio::test(flavor = "multi_thread")]
+async fn many_callers_give_up_together_in_a_black_hole() {
+    let (_database, _observer, proxy, pool) = through_proxy().await;
+    let a = owner(&pool, "a", SHORT).await;
+    proxy.black_hole(true);
+    let callers: Vec<_> = (0..200)
+        .map(|n| {
+            let a = a.clone();
+            tokio::spawn(async move { lease(&format!("lease-{n}")).try_acquire(&a).await })
+        })
+        .collect();
+    // One after the other it would be a second for every two.
+    for caller in callers {
+        let error = within("giving up", caller).await.unwrap().unwrap_err();
+        assert!(error.is_timeout() || matches!(error, fencepost::Error::OutcomeUnknown { .. }), "{error:?}");
+    }
+    let stopped = within("the shutdown", a.shutdown()).await;
+    assert!(stopped.unwrap_err().is_timeout(), "the database could not be told");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_never_answers_is_an_error_of_the_start() {
+    let (_database, _observer, proxy, pool) = through_proxy().await;
+    proxy.black_hole(true);
+    let failed = within("the start", Owner::builder(&pool).ttl(SHORT).start()).await.unwrap_err();
+    assert!(failed.is_retryable(), "{failed:?}");
+    // Started before it went silent, and silent in the middle of it.
+    proxy.black_hole(false);
+    let a = owner(&pool, "a", LONG).await;
+    assert!(a.is_alive());
+}
+
+// After a failover, with an old address, a new connection may reach a standby: it is thrown away, not kept.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standby_that_was_reached_by_mistake_is_left_again() {
+    let start = || fencepost::testing::Server::start().unwrap();
+    let (primary, standby) = tokio::task::spawn_blocking(move || (start(), start())).await.unwrap();
+    for server in [&primary, &standby] {
+        let pool = PgPoolOptions::new().connect_lazy_with(server.options());
+        fencepost::migrate(&pool).await.unwrap();
+        pool.close().await;
+    }
+    // Read-only from now on, as a standby is that follows nobody.
+    standby.stop_fast().unwrap();
+    let signal = standby.data_dir().join("standby.signal");
+    std::fs::write(&signal, "").unwrap();
+    if let Some((user, group)) = standby.run_as() {
+        std::os::unix::fs::chown(&signal, Some(user), Some(group)).unwrap();
+    }
+    standby.restart().unwrap();
+    let read_only = PgPoolOptions::new().connect_lazy_with(standby.options());
+    until_true(&read_only, "it is a standby", "SELECT pg_is_in_recovery()").await;
+
+    let proxy = Proxy::before(primary.options()).await;
+    let (pool, direct) = (
+        PgPoolOptions::new().connect_lazy_with(proxy.options()),
+        PgPoolOptions::new().connect_lazy_with(primary.options()),
+    );
+    let a = owner(&pool, "a", SHORT).await;
+    let held = hold(&a, "report").await;
+    proxy.switch(&standby.options());
+    crate::support::terminate(&direct, "").await;
+    within("the loss", held.lost()).await;
+    let error = lease("report").try_acquire(&a).await.unwrap_err();
+    assert!(error.is_retryable() || error.is_timeout(), "{error:?}");
+    proxy.switch(&primary.options());
+    let again = within("it comes back", async {
+        loop {
+            if let Ok(Some(held)) = lease("report").try_acquire(&a).await {
+                return held;
+            }
+        }
+    })
+    .await;
+    assert!(again.is_held() && again.token() > held.token());
+}
