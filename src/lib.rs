@@ -21,7 +21,8 @@
 //!
 //! # The parts
 //! - [`Owner`]: the process, alive by one heartbeat whatever it holds.
-//! - [`Lease`] and [`HeldLease`]: the lock. [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
+//! - [`Lease`] and [`HeldLease`]: the lock. [`Lease::try_acquire`] or, waiting in line, [`Lease::acquire`];
+//!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
 //! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.

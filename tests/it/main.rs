@@ -10,6 +10,7 @@
 #![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
 mod cancel;
+mod contract;
 mod durability;
 mod fence;
 mod inputs;
