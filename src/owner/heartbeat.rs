@@ -165,6 +165,8 @@ async fn beat(
     loop {
         tokio::select! {
             _ = stop.wait_for(|stop| *stop) => return Ok(()),
+            // By somebody who watched it while this thread stood still.
+            reason = life.declared_lost() => return Err(reason),
             () = next.reached() => {}
             () = shared.beat_now.notified() => {}
         }

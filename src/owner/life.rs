@@ -58,22 +58,27 @@ impl Life {
         *self.lost.borrow()
     }
 
-    /// Resolves when it is lost. The owner's thread says so at the local deadline; should that thread stand
-    /// still, the deadline itself does, a margin later.
+    /// Resolves when it has been declared lost.
+    pub(crate) async fn declared_lost(&self) -> LossReason {
+        told(&mut self.lost.subscribe()).await
+    }
+
+    /// Resolves when it is lost. The owner's thread declares it at the local deadline; should that thread stand
+    /// still, whoever watches here does, a margin later. Either is final.
     pub(crate) async fn lost(&self) -> LossReason {
-        let mut lost = self.lost.subscribe();
         let silent = async {
             loop {
                 let end = self.trusted_until().after(self.margin);
                 end.reached().await;
                 if self.trusted_until().after(self.margin) == end {
-                    return LossReason::Expired;
+                    self.lose(LossReason::Expired);
+                    return self.declared_lost().await;
                 }
             }
         };
         tokio::select! {
             biased;
-            reason = told(&mut lost) => reason,
+            reason = self.declared_lost() => reason,
             reason = silent => reason,
         }
     }

@@ -30,7 +30,10 @@ pub(crate) const NO_FENCE: Canary = Canary {
         "fencepost.fence",
         &[
             (" WHERE l.name = p_name FOR KEY SHARE;", " WHERE l.name = p_name;"),
-            ("NOT FOUND OR v_lease.token <> p_token OR v_lease.grant_id <> p_grant_id", "NOT FOUND"),
+            (
+                "NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR p_token IS NULL",
+                "NOT FOUND OR p_token IS NULL",
+            ),
         ],
     ),
 };
@@ -51,7 +54,10 @@ pub(crate) const IGNORES_LIFE: Canary = Canary {
     breaks: "I4",
     change: Change::Function(
         "fencepost.acquire",
-        &[("IF v_lease.owner IS NULL OR v_life > clock_timestamp() THEN", "IF false THEN")],
+        &[
+            ("IF v_lease.owner IS NULL OR v_life > clock_timestamp() THEN", "IF false THEN"),
+            ("v_held := coalesce(v_life > clock_timestamp(), false);", "v_held := false;"),
+        ],
     ),
 };
 
@@ -77,11 +83,14 @@ pub(crate) const EARLY_TOKEN: Canary = Canary {
         "fencepost.acquire",
         &[
             (
-                "v_label       text :=",
-                "v_drawn bigint := nextval('fencepost.fencing_token');\n    v_label text :=",
+                "v_head      record;",
+                "v_head record;\n    v_drawn bigint := nextval('fencepost.fencing_token');",
             ),
             ("SET token = nextval('fencepost.fencing_token')", "SET token = v_drawn"),
-            ("    IF p_retry THEN\n", "    PERFORM pg_sleep(random() * 0.03);\n    IF p_retry THEN\n"),
+            (
+                "    FOR v_round IN 1..3 LOOP\n",
+                "    PERFORM pg_sleep(random() * 0.03);\n    FOR v_round IN 1..3 LOOP\n",
+            ),
         ],
     ),
 };
