@@ -231,3 +231,28 @@ pub(crate) fn enter(stage: &watch::Sender<Stage>, next: Stage, reason: LossReaso
         life.lose(reason);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Whoever watches may find the deadline passed before the owner's thread does, which may have an answer in
+    // hand that would have prolonged it: lost it is, all the same.
+    #[tokio::test]
+    async fn a_life_that_was_seen_lost_stays_lost() {
+        let now = Moment::now();
+        let life = Life::new(Uuid::nil(), now, Duration::from_millis(1));
+        assert_eq!(life.lost().await, LossReason::Expired);
+        life.trust_until(now.after(Duration::from_mins(1)));
+        life.lose(LossReason::Unreachable);
+        assert_eq!((life.loss(), life.lost().await), (Some(LossReason::Expired), LossReason::Expired));
+    }
+
+    #[test]
+    fn trust_is_only_ever_prolonged() {
+        let now = Moment::now();
+        let life = Life::new(Uuid::nil(), now.after(Duration::from_secs(2)), Duration::ZERO);
+        life.trust_until(now.after(Duration::from_secs(1)));
+        assert_eq!(life.trusted_until(), now.after(Duration::from_secs(2)));
+    }
+}
