@@ -99,6 +99,7 @@ impl Waiter<'_> {
         let shared = self.owner.shared();
         let mut missed = shared.wakes.watch_missed();
         let mut unheard = Backoff::new(Duration::from_millis(20), Duration::from_millis(250));
+        let mut open_fence = Backoff::new(Duration::from_millis(5), Duration::from_millis(500));
         let mut place: Option<Place> = None;
         loop {
             missed.mark_unchanged();
@@ -114,9 +115,13 @@ impl Waiter<'_> {
                     }
                     let listening = shared.wakes.is_listening();
                     let pause = if listening { jittered(SELDOM) } else { unheard.pause() };
-                    // Its life may be over then; a fenced write that is still open ends soon.
-                    let over =
-                        holder.remaining.max(Duration::from_millis(5)) + jittered(Duration::from_millis(20));
+                    // When its life may be over; or it is, and a fenced write of it is still open.
+                    let over = if holder.remaining.is_zero() {
+                        open_fence.pause()
+                    } else {
+                        open_fence.reset();
+                        holder.remaining + jittered(Duration::from_millis(20))
+                    };
                     *self.held_up_by.lock().unwrap_or_else(PoisonError::into_inner) = Some(holder);
                     pause.min(over)
                 }
