@@ -377,50 +377,36 @@ async fn a_forged_notification_is_not_believed() {
     assert!(next.token().as_i64() < 999);
 }
 
-// One statement a hand-over within a process: the release. The waiter asks for nothing.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_hand_over_within_a_process_is_one_round_trip() {
-    let (database, observer) = database().await;
-    let proxy = Proxy::before(database.options()).await;
-    let pool = PgPoolOptions::new().connect_lazy_with(proxy.options());
-    let a = owner(&pool, "a", LONG).await;
-    assert!(hold(&a, "report").await.release().await.unwrap());
-    // A question in between is possible, once in a second or two: not in each of several rounds.
-    until("a hand-over without a question", async || {
-        let held = hold_when_free(&a, "report").await;
-        let waiting = queue(&observer, &a, &lease("report"), Wait::forever()).await;
-        let listening = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%' AND state = 'idle')";
-        until_true(&observer, "it listens", listening).await;
-        let before = proxy.round_trips();
-        assert!(held.release().await.unwrap());
-        let next = served(waiting).await;
-        let trips = proxy.round_trips() - before;
-        assert!(next.release().await.unwrap());
-        (trips == 1).then_some(())
-    })
-    .await;
+/// How often the proxy's side waits for the server while the lease goes from one to the other.
+async fn round_trips_of_a_hand_over(observer: &PgPool, proxy: &Proxy, from: &Owner, to: &Owner) -> u64 {
+    const LISTENING: &str = "SELECT EXISTS (SELECT FROM pg_stat_activity \
+                             WHERE datname = current_database() AND query LIKE 'LISTEN%' AND state = 'idle')";
+    let held = hold_when_free(from, "report").await;
+    let waiting = queue(observer, to, &lease("report"), Wait::forever()).await;
+    until_true(observer, "it listens", LISTENING).await;
+    let before = proxy.round_trips();
+    assert!(held.release().await.unwrap());
+    let next = served(waiting).await;
+    let trips = proxy.round_trips() - before;
+    assert!(next.is_held() && next.release().await.unwrap());
+    trips
 }
 
-// Across processes: the release and a notification; the waiter's process asks for nothing.
+// One statement a hand-over within a process, the release; and none in the waiter's process, if that is another one.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hand_over_to_another_process_costs_it_no_question() {
+async fn a_waiter_is_handed_the_lease_without_a_question() {
     let (database, observer) = database().await;
     let proxy = Proxy::before(database.options()).await;
     let pool = PgPoolOptions::new().connect_lazy_with(proxy.options());
-    let (a, b) = (owner(&observer, "a", LONG).await, owner(&pool, "b", LONG).await);
-    until("a hand-over without a question", async || {
-        let held = hold_when_free(&a, "report").await;
-        let waiting = queue(&observer, &b, &lease("report"), Wait::forever()).await;
-        let listening = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%' AND state = 'idle')";
-        until_true(&observer, "it listens", listening).await;
-        let before = proxy.round_trips();
-        assert!(held.release().await.unwrap());
-        let next = served(waiting).await;
-        let trips = proxy.round_trips() - before;
-        assert!(next.is_held() && next.release().await.unwrap());
-        (trips == 0).then_some(())
-    })
-    .await;
+    let (elsewhere, here) = (owner(&observer, "elsewhere", LONG).await, owner(&pool, "here", LONG).await);
+    assert!(hold(&here, "report").await.release().await.unwrap());
+    for (from, expected) in [(&here, 1), (&elsewhere, 0)] {
+        // A question in between is possible, once in a second or two: not in each of several rounds.
+        until("a hand-over without a question", async || {
+            (round_trips_of_a_hand_over(&observer, &proxy, from, &here).await == expected).then_some(())
+        })
+        .await;
+    }
 }
 
 // C47: nobody waits, nobody is notified. Who waits and asks again writes nothing.
