@@ -220,10 +220,16 @@ async fn a_deadline_that_races_with_the_grant_strands_nothing() {
     let (mut granted, mut timed_out) = (0, 0);
     for round in 0..60 {
         let held = hold_when_free(&c, "report").await;
-        let waiting =
-            queue(&pool, &b, &lease("report"), Wait::at_most(Duration::from_millis(20 + round % 8))).await;
-        let (waited, _) = tokio::join!(waiting, held.release());
-        match waited.unwrap() {
+        let report = lease("report");
+        let waiting = report.acquire(&b, Wait::at_most(Duration::from_millis(20)));
+        // Released shortly before, at, and after the deadline.
+        let release = async {
+            let moment = Duration::from_millis(14 + round % 10);
+            drop(tokio::time::timeout(moment, std::future::pending::<()>()).await);
+            held.release().await
+        };
+        let (waited, _) = tokio::join!(waiting, release);
+        match waited {
             Ok(held) => {
                 granted += 1;
                 drop(held);
