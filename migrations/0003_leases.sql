@@ -106,11 +106,6 @@ BEGIN
         END IF;
     END IF;
 
-    -- A token is handed out only after its commit is on disk: raised, never lowered.
-    IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
-        PERFORM set_config('synchronous_commit', 'on', true);
-    END IF;
-
     -- 2. A row to lock, for the first grant of a name: one that is free, with token 0, which nobody
     -- is granted. The token of the grant is drawn below, like every other, after the row is locked.
     -- 3. Lock. A try takes what a grant needs, FOR UPDATE: it conflicts with the KEY SHARE of an open fenced
@@ -216,6 +211,10 @@ BEGIN
             RETURN;
         END IF;
     END IF;
+    -- A token is handed out only after its commit is on disk: raised, never lowered. (Queueing needs no disk.)
+    IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
     UPDATE fencepost.leases l
        SET token = nextval('fencepost.fencing_token'), grant_id = p_grant_id, owner = p_owner, label = v_own_label,
            granted_at = clock_timestamp(), expires_at = clock_timestamp() + p_at_most,
@@ -261,9 +260,15 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
+    -- As hand_over does, which would cost this common case another call.
     IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN
-        SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
-          FROM fencepost.hand_over(p_name) h;
+        PERFORM FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
+        IF FOUND THEN
+            SELECT h.wake_channel, h.wake_payload INTO wake_channel, wake_payload
+              FROM fencepost.hand_to_head(p_name) h;
+        ELSE
+            waiting := true;
+        END IF;
     END IF;
     RETURN NEXT;
 END $$;

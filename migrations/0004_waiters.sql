@@ -59,7 +59,7 @@ BEGIN
     RETURNING l.* INTO v_lease;
     RETURN QUERY SELECT
         v_lease.grant_id, v_lease.token, v_label, least(v_life, v_lease.expires_at) - clock_timestamp(),
-        fencepost.wake_channel(v_head.owner),
+        'fencepost_' || left(encode(sha256(uuid_send(v_head.owner)), 'hex'), 40),   -- as wake_channel
         v_head.ticket || ' ' || v_lease.token || ' '
             || encode(sha256(uuid_send(v_lease.grant_id) || int8send(v_lease.token)), 'hex');
 END $$;

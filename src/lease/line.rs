@@ -103,8 +103,14 @@ impl Waiter<'_> {
         let mut place: Option<Place> = None;
         loop {
             missed.mark_unchanged();
+            let turn = tokio::select! {
+                turn = shared.statements.turn() => turn,
+                _gone = wanted.changed() => return Ok(Turn::Unwanted),
+            };
             let asked = Moment::now();
-            let pause = match ask(self.owner, self.lease, self.life, self.id, Line::Join).await {
+            let answer = ask(self.owner, self.lease, self.life, self.id, Line::Join).await;
+            drop(turn);
+            let pause = match answer {
                 Ok(Asked::Granted(held)) => return Ok(Turn::Held(held)),
                 Ok(Asked::Refused { holder, ticket, ahead }) => {
                     if let Some(ticket) = ticket

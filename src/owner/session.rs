@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sqlx::postgres::{PgConnectOptions, PgRow};
 use sqlx::{AssertSqlSafe, ConnectOptions as _, Executor as _, PgConnection, PgPool};
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
 use crate::clock::Moment;
@@ -104,6 +104,8 @@ impl Session {
 pub(crate) struct Statements {
     source: Source,
     permits: Semaphore,
+    /// Of those, for calls that can wait: the others (releases, tries) always find one.
+    patient: Semaphore,
     idle: Mutex<Vec<Session>>,
     /// Told whenever it is not known what a session did last: what is held has to be looked up.
     in_doubt: Notify,
@@ -117,6 +119,7 @@ impl Statements {
         Self {
             source,
             permits: Semaphore::new(SESSIONS),
+            patient: Semaphore::new(SESSIONS - 1),
             idle: Mutex::new(vec![first]),
             in_doubt: Notify::new(),
         }
@@ -148,6 +151,12 @@ impl Statements {
             self.doubt();
         }
         answer
+    }
+
+    /// The turn of a call that can wait, to be kept until it is answered.
+    pub(crate) async fn turn(&self) -> Option<SemaphorePermit<'_>> {
+        // Closed: the call itself will say so.
+        self.patient.acquire().await.ok()
     }
 
     /// Attempts until there is an answer or the bound has passed, whatever is waited for meanwhile; `again` is
@@ -199,6 +208,7 @@ impl Statements {
     /// Closes the idle sessions, and lets no call begin any more.
     pub(crate) fn close(&self) {
         self.permits.close();
+        self.patient.close();
         self.idle().clear();
     }
 
