@@ -90,6 +90,49 @@ pub(crate) const EARLY_TOKEN: Canary = Canary {
 pub(crate) const CACHED_TOKENS: Canary =
     Canary { mistake: "a sequence with a cache", breaks: "I1", change: Change::Cache(32) };
 
+/// Whoever came last is served first.
+pub(crate) const NEWEST_FIRST: Canary = Canary {
+    mistake: "a hand-over to the newest ticket",
+    breaks: "I13",
+    change: Change::Function(
+        "fencepost.hand_to_head",
+        &[("ORDER BY h.ticket LIMIT 1", "ORDER BY h.ticket DESC LIMIT 1")],
+    ),
+};
+
+/// Whoever asks when it is free gets it, though others wait.
+pub(crate) const JUMPS_QUEUE: Canary = Canary {
+    mistake: "an acquire that does not look at the queue",
+    breaks: "I13",
+    change: Change::Function(
+        "fencepost.acquire",
+        &[(
+            "IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN\n        SELECT * INTO v_head",
+            "IF false THEN\n        SELECT * INTO v_head",
+        )],
+    ),
+};
+
+/// Those who wait have to find out by asking.
+pub(crate) const SILENT_RELEASE: Canary = Canary {
+    mistake: "a release that hands over to nobody",
+    breaks: "I12",
+    change: Change::Function(
+        "fencepost.release",
+        &[("IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN", "IF false THEN")],
+    ),
+};
+
+/// A waiter that gives up keeps its place: it is served though nobody is there.
+pub(crate) const KEEPS_TICKETS: Canary = Canary {
+    mistake: "a withdrawal that takes nothing back",
+    breaks: "I11",
+    change: Change::Function(
+        "fencepost.withdraw",
+        &[("WHERE w.grant_id = p_grant_id;", "WHERE false;"), ("IF NOT withdrawn THEN", "IF false THEN")],
+    ),
+};
+
 impl Canary {
     pub(crate) async fn install(&self, pool: &PgPool) {
         let wrong = match self.change {
