@@ -30,7 +30,7 @@ pub(crate) const NO_FENCE: Canary = Canary {
         "fencepost.fence",
         &[
             (" WHERE l.name = p_name FOR KEY SHARE;", " WHERE l.name = p_name;"),
-            ("NOT FOUND OR v_lease.token <> p_token OR v_lease.grant_id <> p_grant_id", "NOT FOUND"),
+            ("IF NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR", "IF NOT FOUND OR"),
         ],
     ),
 };
@@ -51,7 +51,10 @@ pub(crate) const IGNORES_LIFE: Canary = Canary {
     breaks: "I4",
     change: Change::Function(
         "fencepost.acquire",
-        &[("IF v_lease.owner IS NULL OR v_life > clock_timestamp() THEN", "IF false THEN")],
+        &[
+            ("IF v_lease.owner IS NULL OR v_life > clock_timestamp() THEN", "IF false THEN"),
+            ("v_held := coalesce(v_life > clock_timestamp(), false);", "v_held := false;"),
+        ],
     ),
 };
 
@@ -77,11 +80,11 @@ pub(crate) const EARLY_TOKEN: Canary = Canary {
         "fencepost.acquire",
         &[
             (
-                "v_label       text :=",
-                "v_drawn bigint := nextval('fencepost.fencing_token');\n    v_label text :=",
+                "v_own_label text :=",
+                "v_drawn bigint := nextval('fencepost.fencing_token');\n    v_own_label text :=",
             ),
             ("SET token = nextval('fencepost.fencing_token')", "SET token = v_drawn"),
-            ("    IF p_retry THEN\n", "    PERFORM pg_sleep(random() * 0.03);\n    IF p_retry THEN\n"),
+            ("    FOR v_round IN", "    PERFORM pg_sleep(random() * 0.03);\n    FOR v_round IN"),
         ],
     ),
 };

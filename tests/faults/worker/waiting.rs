@@ -105,6 +105,9 @@ impl Worker {
                 let token = held.token().as_i64();
                 self.held.borrow_mut().insert(token, name.to_owned());
                 self.history.write(&record(Phase::Ok).token(token));
+                if self.stopping.get() {
+                    self.is_stopped(token, name);
+                }
                 return Some(held);
             }
             None => self.history.write(&record(Phase::Fail).why(CANCELLED)),
@@ -152,10 +155,15 @@ impl Worker {
     async fn stop(&self) {
         self.stopping.set(true);
         for (token, name) in self.held.borrow().iter() {
-            let end = self.record(self.next_op(), Kind::End, Phase::Invoke, name);
-            self.history.write(&end.token(*token).why("stop"));
+            self.is_stopped(*token, name);
         }
         self.owner.shutdown().await.unwrap();
+    }
+
+    /// From here on nobody relies on it, though the owner may take a moment to say so.
+    fn is_stopped(&self, token: i64, name: &str) {
+        let end = self.record(self.next_op(), Kind::End, Phase::Invoke, name);
+        self.history.write(&end.token(token).why("stop"));
     }
 
     /// Nobody here waits or holds any more, and the owner beats on: the database shall soon have nothing of it.
