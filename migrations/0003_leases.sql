@@ -195,10 +195,10 @@ BEGIN
     IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN
         SELECT * INTO v_head FROM fencepost.hand_to_head(p_name);
         IF FOUND THEN
-            granted := v_head.grant_id = p_grant_id;
-            token := v_head.token;
-            label := v_head.label;
-            remaining := v_head.remaining;
+            granted := coalesce(v_head.grant_id = p_grant_id, false);
+            token := coalesce(v_head.token, v_lease.token);
+            label := coalesce(v_head.label, v_lease.label);
+            remaining := coalesce(v_head.remaining, '0');
             IF granted THEN
                 grant_id := p_grant_id;
                 ticket := NULL;
@@ -236,7 +236,7 @@ REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text
 -- Only this grant: a lease that somebody else holds by now is left alone. Grants it to the oldest living
 -- ticket in the same statement, and says whom to wake. Never waits for an open fence (NO KEY UPDATE passes
 -- its KEY SHARE): then it is free and cannot be granted yet, and waiting says that somebody wants it: see
--- hand_over.
+-- hand_over. So it says if the head's life is not decided this moment.
 CREATE FUNCTION fencepost.release(p_name text, p_token bigint, p_grant_id uuid)
 RETURNS TABLE (released boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -264,8 +264,9 @@ BEGIN
     IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN
         PERFORM FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
         IF FOUND THEN
-            SELECT h.wake_channel, h.wake_payload INTO wake_channel, wake_payload
+            SELECT h.grant_id IS NULL, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
               FROM fencepost.hand_to_head(p_name) h;
+            waiting := coalesce(waiting, false);
         ELSE
             waiting := true;
         END IF;

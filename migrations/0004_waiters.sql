@@ -21,7 +21,10 @@ CREATE UNLOGGED TABLE fencepost.waiters (
 REVOKE ALL ON fencepost.waiters FROM PUBLIC;
 
 -- hand_to_head(name): internal. The lease's row is locked FOR UPDATE and it is free: grants it to the oldest
--- living ticket, if there is one. Tickets of the dead are thrown away on the way. A ticket that is being
+-- living ticket. No row: nobody waits. A row of nulls: not decided, ask again soon, since the head's owner has
+-- expired and its row is locked: by a heartbeat that was in time, or by somebody who marks it dead. (Waiting for
+-- it here, with another owner's row locked already, could deadlock.) Tickets of the dead are thrown away on the
+-- way, and then their owner is marked, so that it cannot come back without its place. A ticket that is being
 -- withdrawn is locked and skipped.
 --
 -- The channel is the process's, a digest of its owner id; the payload is "ticket token digest", and the
@@ -37,16 +40,24 @@ DECLARE
     v_lease fencepost.leases%ROWTYPE;
 BEGIN
     LOOP
-        DELETE FROM fencepost.waiters w
-         WHERE w.name = p_name AND w.ticket = (
-               SELECT h.ticket FROM fencepost.waiters h WHERE h.name = p_name
-                ORDER BY h.ticket LIMIT 1 FOR UPDATE SKIP LOCKED)
-        RETURNING w.* INTO v_head;
+        SELECT w.* INTO v_head FROM fencepost.waiters w WHERE w.name = p_name
+         ORDER BY w.ticket LIMIT 1 FOR UPDATE SKIP LOCKED;
         IF NOT FOUND THEN
             RETURN;
         END IF;
         SELECT o.expires_at, o.label INTO v_life, v_label FROM fencepost.owners o WHERE o.id = v_head.owner;
-        EXIT WHEN FOUND AND v_life > clock_timestamp();
+        IF FOUND AND v_life > 'epoch' AND v_life <= clock_timestamp() THEN
+            SELECT o.expires_at INTO v_life FROM fencepost.owners o WHERE o.id = v_head.owner FOR NO KEY UPDATE SKIP LOCKED;
+            IF NOT FOUND THEN
+                RETURN NEXT;
+                RETURN;
+            END IF;
+            IF v_life <= clock_timestamp() THEN
+                UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_head.owner;
+            END IF;
+        END IF;
+        DELETE FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket = v_head.ticket;
+        EXIT WHEN v_life > clock_timestamp();
     END LOOP;
     IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
         PERFORM set_config('synchronous_commit', 'on', true);
@@ -89,8 +100,9 @@ BEGIN
         IF FOUND THEN
             waiting := false;   -- granted now, or held by somebody again: their release hands it on
             IF v_lease.released_at IS NOT NULL OR v_lease.expires_at <= clock_timestamp() THEN
-                SELECT h.wake_channel, h.wake_payload INTO wake_channel, wake_payload
+                SELECT h.grant_id IS NULL, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
                   FROM fencepost.hand_to_head(p_name) h;
+                waiting := coalesce(waiting, false);
             END IF;
         END IF;
     END IF;

@@ -348,11 +348,18 @@ impl Shared {
         }
     }
 
-    /// Somebody heard from the database that `life` is over: a heartbeat shall find out, now.
-    /// Returns when it has; after the owner's bound in any case.
+    /// Somebody heard from the database that `life` is over: a heartbeat shall find out, now. Returns when it
+    /// has; after the owner's bound in any case. (It may live: if its time was over for the moment in which a
+    /// heartbeat that was in time had not yet been committed.)
     pub(crate) async fn doubt(&self, life: &Life) {
         self.beat_now.notify_one();
-        drop(timeout(self.bound(), life.lost()).await);
+        let found_out = async {
+            tokio::select! {
+                _reason = life.lost() => {}
+                () = life.beaten() => {}
+            }
+        };
+        drop(timeout(self.bound(), found_out).await);
     }
 
     fn bound(&self) -> Duration {

@@ -133,7 +133,8 @@ impl Waiter<'_> {
                 }
                 Err(error) if is_owner_dead(&error) => {
                     shared.doubt(self.life).await;
-                    return Ok(Turn::OwnerLost);
+                    // If it lives after all, it goes on waiting in its place.
+                    unheard.pause()
                 }
                 // The database is out of reach: the deadline is the caller's.
                 Err(Error::TimedOut { .. } | Error::OutcomeUnknown { .. }) => unheard.pause(),

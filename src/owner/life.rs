@@ -34,12 +34,14 @@ pub(crate) struct Life {
     /// How long before the database's end that is.
     margin: Duration,
     lost: watch::Sender<Option<LossReason>>,
+    /// Changes with every answered heartbeat.
+    beaten: watch::Sender<()>,
 }
 
 impl Life {
     pub(crate) fn new(id: Uuid, trusted_until: Moment, margin: Duration) -> Self {
         let trusted_until = AtomicU64::new(trusted_until.as_nanos());
-        Self { id, trusted_until, margin, lost: watch::Sender::new(None) }
+        Self { id, trusted_until, margin, lost: watch::Sender::new(None), beaten: watch::Sender::new(()) }
     }
 
     pub(crate) fn id(&self) -> Uuid {
@@ -52,6 +54,13 @@ impl Life {
 
     pub(crate) fn trust_until(&self, deadline: Moment) {
         self.trusted_until.fetch_max(deadline.as_nanos(), Ordering::AcqRel);
+        self.beaten.send_replace(());
+    }
+
+    /// Resolves with the next heartbeat that is answered.
+    pub(crate) async fn beaten(&self) {
+        // An error would mean that the sender is gone, which is in `self`.
+        drop(self.beaten.subscribe().changed().await);
     }
 
     pub(crate) fn loss(&self) -> Option<LossReason> {

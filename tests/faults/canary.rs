@@ -30,10 +30,7 @@ pub(crate) const NO_FENCE: Canary = Canary {
         "fencepost.fence",
         &[
             (" WHERE l.name = p_name FOR KEY SHARE;", " WHERE l.name = p_name;"),
-            (
-                "NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR p_token IS NULL",
-                "NOT FOUND OR p_token IS NULL",
-            ),
+            ("IF NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR", "IF NOT FOUND OR"),
         ],
     ),
 };
@@ -83,14 +80,11 @@ pub(crate) const EARLY_TOKEN: Canary = Canary {
         "fencepost.acquire",
         &[
             (
-                "v_head      record;",
-                "v_head record;\n    v_drawn bigint := nextval('fencepost.fencing_token');",
+                "v_own_label text :=",
+                "v_drawn bigint := nextval('fencepost.fencing_token');\n    v_own_label text :=",
             ),
             ("SET token = nextval('fencepost.fencing_token')", "SET token = v_drawn"),
-            (
-                "    FOR v_round IN 1..3 LOOP\n",
-                "    PERFORM pg_sleep(random() * 0.03);\n    FOR v_round IN 1..3 LOOP\n",
-            ),
+            ("    FOR v_round IN", "    PERFORM pg_sleep(random() * 0.03);\n    FOR v_round IN"),
         ],
     ),
 };
@@ -98,6 +92,49 @@ pub(crate) const EARLY_TOKEN: Canary = Canary {
 /// The sequence hands tokens to sessions in blocks, so they come in the order of the sessions' blocks.
 pub(crate) const CACHED_TOKENS: Canary =
     Canary { mistake: "a sequence with a cache", breaks: "I1", change: Change::Cache(32) };
+
+/// Whoever came last is served first.
+pub(crate) const NEWEST_FIRST: Canary = Canary {
+    mistake: "a hand-over to the newest ticket",
+    breaks: "I13",
+    change: Change::Function(
+        "fencepost.hand_to_head",
+        &[("ORDER BY w.ticket LIMIT 1", "ORDER BY w.ticket DESC LIMIT 1")],
+    ),
+};
+
+/// Whoever asks when it is free gets it, though others wait.
+pub(crate) const JUMPS_QUEUE: Canary = Canary {
+    mistake: "an acquire that does not look at the queue",
+    breaks: "I13",
+    change: Change::Function(
+        "fencepost.acquire",
+        &[(
+            "IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN\n        SELECT * INTO v_head",
+            "IF false THEN\n        SELECT * INTO v_head",
+        )],
+    ),
+};
+
+/// Those who wait have to find out by asking.
+pub(crate) const SILENT_RELEASE: Canary = Canary {
+    mistake: "a release that hands over to nobody",
+    breaks: "I12",
+    change: Change::Function(
+        "fencepost.release",
+        &[("IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN", "IF false THEN")],
+    ),
+};
+
+/// A waiter that gives up keeps its place: it is served though nobody is there.
+pub(crate) const KEEPS_TICKETS: Canary = Canary {
+    mistake: "a withdrawal that takes nothing back",
+    breaks: "I11",
+    change: Change::Function(
+        "fencepost.withdraw",
+        &[("WHERE w.grant_id = p_grant_id;", "WHERE false;"), ("IF NOT withdrawn THEN", "IF false THEN")],
+    ),
+};
 
 impl Canary {
     pub(crate) async fn install(&self, pool: &PgPool) {

@@ -12,12 +12,16 @@
 //! | I4 | a look at `is_held` | "yes", asked, or still to be relied on, after the answer of a later grant, or after being told of the loss by the signal or a fence |
 //! | I5 | a stop longer than the trust | "yes" after waking; or no signal within [`SIGNAL_WITHIN`] |
 //!
+//! I12 and I13 of the line are judged in `line_checker`.
+//!
 //! I3 (the twin loses updates), I11 (hygiene) and I12 (progress) are counted by the controller and by the tests.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
-use crate::history::{Kind, Phase, REJECTED, Record};
+use crate::history::{CANCELLED, Kind, Phase, REJECTED, Record, TIMED_OUT};
+use crate::line::Event;
+use crate::line_checker;
 
 /// How late the signal of a loss may come after the process runs again. Not a measurement: one is reported.
 pub(crate) const SIGNAL_WITHIN: Duration = Duration::from_secs(2);
@@ -50,6 +54,10 @@ pub(crate) struct Facts {
     pub(crate) log: Vec<Row>,
     pub(crate) counters: BTreeMap<String, i64>,
     pub(crate) twins: BTreeMap<String, i64>,
+    /// What the database noted of the queues, where there were any: judged in `line_checker`.
+    pub(crate) line: Vec<Event>,
+    /// How many nanoseconds the clock of the records is ahead of the line's.
+    pub(crate) clock: i64,
 }
 
 /// What one rule came to.
@@ -66,6 +74,10 @@ pub(crate) struct Report {
     /// Acknowledged increments of the twin that its final value lacks, by name.
     pub(crate) twin_lost: i64,
     pub(crate) slowest_signal: Duration,
+    /// Between two grants of one name.
+    pub(crate) slowest_turn: Duration,
+    /// From each hand-over to its caller, sorted.
+    pub(crate) heard: Vec<Duration>,
 }
 
 impl Report {
@@ -85,7 +97,7 @@ impl Report {
         self.verdicts.entry(rule).or_default().broken.push(why);
     }
 
-    fn tally(&mut self, what: &'static str) {
+    pub(crate) fn tally(&mut self, what: &'static str) {
         *self.counts.entry(what).or_default() += 1;
     }
 }
@@ -125,6 +137,7 @@ pub(crate) fn check(facts: &Facts) -> Report {
     log_is_in_order(facts, &mut report);
     nothing_after_a_later_grant(facts, &steps, &grants, &mut report);
     stopped_holders_know(facts, &grants, &mut report);
+    line_checker::judge(facts, &mut report);
     for step in &steps {
         count(step, &mut report);
     }
@@ -139,6 +152,8 @@ pub(crate) fn check(facts: &Facts) -> Report {
 fn count(step: &Step, report: &mut Report) {
     let what = match (step.kind, step.ended.map(|(_, phase)| phase)) {
         (Kind::Acquire, Some(Phase::Ok)) => "grants",
+        (Kind::Acquire, Some(Phase::Fail)) if step.why == CANCELLED => "cancelled acquires",
+        (Kind::Acquire, Some(Phase::Fail)) if step.why.starts_with(TIMED_OUT) => "timed out acquires",
         (Kind::Acquire, Some(Phase::Fail)) => "refused tries",
         (Kind::Acquire, Some(_)) => "unknown acquires",
         (Kind::Acquire, None) => "acquires cut off",

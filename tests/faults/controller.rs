@@ -26,7 +26,8 @@ use crate::checker::{Facts, Row};
 use crate::dice::Dice;
 use crate::fleet::{Fleet, Target};
 use crate::history::{self, now};
-use crate::worker::{Ask, Place};
+use crate::line;
+use crate::worker::{Ask, Mode, Place};
 
 /// The longest that anything here may take, on a slow machine too. Not a measurement.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
@@ -38,21 +39,25 @@ pub(crate) const BLOCKED_FOR: Duration = Duration::from_secs(5);
 /// No more than these are stopped at a time: somebody must take over.
 const MOST_STOPPED: usize = 3;
 
+/// Names to contend for, and more of them to wait for.
+const NAMES: [&str; 4] = ["amber", "birch", "cedar", "dogwood"];
+
 const TABLES: &str = "\
     CREATE TABLE counter (name text PRIMARY KEY, value bigint NOT NULL); \
     CREATE TABLE twin (name text PRIMARY KEY, value bigint NOT NULL); \
     CREATE TABLE log (name text, token bigint, value bigint, process integer, op bigint)";
 
 /// The sessions that a fault may end, by what they are.
-const SESSIONS: [(&str, &str); 4] = [
+const SESSIONS: [(&str, &str); 5] = [
     (
         "heartbeat's session ended",
         "application_name LIKE 'fencepost %' AND query LIKE '%fencepost.heartbeat%'",
     ),
     (
         "call's session ended",
-        "application_name LIKE 'fencepost %' AND query NOT LIKE '%fencepost.heartbeat%'",
+        "application_name LIKE 'fencepost %' AND query NOT LIKE '%fencepost.heartbeat%' AND query NOT LIKE 'LISTEN%'",
     ),
+    ("listening session ended", "application_name LIKE 'fencepost %' AND query LIKE 'LISTEN%'"),
     ("application's session ended", "application_name = 'faults worker' AND xact_start IS NULL"),
     ("fenced session ended", "application_name = 'faults worker' AND state LIKE 'idle in transaction%'"),
 ];
@@ -63,6 +68,7 @@ pub(crate) struct Plan {
     pub(crate) seed: u64,
     pub(crate) length: Duration,
     pub(crate) workers: usize,
+    pub(crate) mode: Mode,
     pub(crate) canary: Option<Canary>,
 }
 
@@ -89,22 +95,26 @@ pub(crate) async fn run(plan: Plan) -> Outcome {
     let options = server.options().application_name("faults controller").disable_statement_logging();
     let pool = PgPoolOptions::new().max_connections(6).connect_with(options).await.unwrap();
     fencepost::migrate(&pool).await.unwrap();
-    let names: Vec<String> = ["amber", "birch", "cedar"].map(str::to_owned).to_vec();
+    let count = if plan.mode == Mode::Wait { NAMES.len() } else { 3 };
+    let names: Vec<String> = NAMES.iter().take(count).map(|name| (*name).to_owned()).collect();
     sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
     for fill in
         ["INSERT INTO counter SELECT unnest($1::text[]), 0", "INSERT INTO twin SELECT unnest($1::text[]), 0"]
     {
         sqlx::query(fill).bind(&names).execute(&pool).await.unwrap();
     }
+    if plan.mode == Mode::Wait {
+        line::watch(&pool).await;
+    }
     if let Some(canary) = plan.canary {
         canary.install(&pool).await;
     }
-    let folder =
-        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("faults-{}-{}", std::process::id(), plan.seed));
+    let folder = format!("faults-{}-{:?}-{}", std::process::id(), plan.mode, plan.seed);
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
     fs::create_dir_all(&folder).unwrap();
 
     let (asks, mut asked) = mpsc::unbounded_channel();
-    let fleet = Arc::new(Fleet::new(plan.seed, server.url(), folder.clone(), names.clone(), asks));
+    let fleet = Arc::new(Fleet::new(plan.seed, server.url(), folder.clone(), names.clone(), asks, plan.mode));
     fleet.start(plan.workers);
     let faults = inject(plan, &fleet, &pool, &mut asked).await;
 
@@ -114,8 +124,13 @@ pub(crate) async fn run(plan: Plan) -> Outcome {
             fleet.refuse(target);
         }
     };
+    // A canary may have made a mistake of which nothing heals.
+    let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
     let healing = async {
-        let healed = heal(&pool, &names).await;
+        let healed = heal(&pool, &names, patience).await;
+        if plan.mode == Mode::Wait {
+            line::quit(&pool).await;
+        }
         let failed = fleet.finish().await;
         (healed, failed, fleet.once_more().await)
     };
@@ -130,6 +145,8 @@ pub(crate) async fn run(plan: Plan) -> Outcome {
         log: log(&pool).await,
         counters: values(&pool, "SELECT name, value FROM counter").await,
         twins: values(&pool, "SELECT name, value FROM twin").await,
+        line: if plan.mode == Mode::Wait { line::read(&pool).await } else { Vec::new() },
+        clock: clock(&pool).await,
     };
     pool.close().await;
     let processes = fleet.started();
@@ -166,8 +183,11 @@ async fn inject(
             }
             () = sleep_until(next.min(end)) => {}
         }
-        // Load, not synchronisation.
-        next = Instant::now() + Duration::from_millis(dice.between(5, 50));
+        // Load, not synchronisation. A longer ttl takes longer to get over a kill.
+        let waiting = plan.mode == Mode::Wait;
+        let most = if waiting { 150 } else { 50 };
+        next = Instant::now() + Duration::from_millis(dice.between(5, most));
+        let kills = if waiting { 5 } else { 8 };
         let fault = match dice.below(100) {
             0..30 => {
                 if fleet.stopped() < MOST_STOPPED
@@ -178,7 +198,7 @@ async fn inject(
                 }
                 None
             }
-            30..38 => fleet.any().map(|target| {
+            roll if (30..30 + kills).contains(&roll) => fleet.any().map(|target| {
                 fleet.replace(target);
                 "killed"
             }),
@@ -265,7 +285,7 @@ async fn end_a_session(pool: &PgPool, which: &str, dice: &mut Dice) -> bool {
 }
 
 /// I12: how long until each name is granted anew.
-async fn heal(pool: &PgPool, names: &[String]) -> Option<Duration> {
+async fn heal(pool: &PgPool, names: &[String], patience: Duration) -> Option<Duration> {
     let began = now();
     let last: String = sqlx::query_scalar("SELECT clock_timestamp()::text").fetch_one(pool).await.unwrap();
     let all = async {
@@ -278,7 +298,7 @@ async fn heal(pool: &PgPool, names: &[String]) -> Option<Duration> {
             sleep(Duration::from_millis(1)).await;
         }
     };
-    timeout(DEADLINE, all).await.ok().map(|()| Duration::from_nanos(now() - began))
+    timeout(patience, all).await.ok().map(|()| Duration::from_nanos(now() - began))
 }
 
 /// I11: sessions, transactions and locks that outlive their processes, and what is still held.
@@ -290,7 +310,9 @@ async fn left_behind(pool: &PgPool) -> Vec<String> {
           WHERE state LIKE 'idle in transaction%' \
         UNION ALL SELECT 'an advisory lock' FROM pg_locks WHERE locktype = 'advisory' \
         UNION ALL SELECT 'a held lease: ' || l.name FROM fencepost.leases l JOIN fencepost.owners o ON o.id = l.owner \
-          WHERE l.released_at IS NULL AND o.expires_at > clock_timestamp()";
+          WHERE l.released_at IS NULL AND o.expires_at > clock_timestamp() \
+        UNION ALL SELECT 'a ticket of the living: ' || w.name FROM fencepost.waiters w \
+          JOIN fencepost.owners o ON o.id = w.owner WHERE o.expires_at > clock_timestamp()";
     let look = async || -> Vec<String> { sqlx::query_scalar(LEFT).fetch_all(pool).await.unwrap() };
     // A session that was ended takes a moment to go.
     let clean = async {
@@ -315,6 +337,18 @@ async fn log(pool: &PgPool) -> Vec<Row> {
             op: row.get("op"),
         })
         .collect()
+}
+
+/// How many nanoseconds the clock of the histories is ahead of the database's.
+async fn clock(pool: &PgPool) -> i64 {
+    let query = "SELECT (date_part('epoch', clock_timestamp()) * 1000000)::bigint";
+    // The answer takes its time: the quickest of a few comes closest.
+    let mut ahead = i64::MAX;
+    for _ in 0..20 {
+        let micros: i64 = sqlx::query_scalar(query).fetch_one(pool).await.unwrap();
+        ahead = ahead.min(i64::try_from(now()).unwrap() - micros * 1_000);
+    }
+    ahead
 }
 
 async fn values(pool: &PgPool, query: &'static str) -> BTreeMap<String, i64> {

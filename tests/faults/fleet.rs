@@ -15,7 +15,7 @@ use crate::checker::Stop;
 use crate::controller::until;
 use crate::dice::Dice;
 use crate::history::now;
-use crate::worker::{ASK, Ask, Orders, VARIABLE};
+use crate::worker::{ASK, Ask, Mode, Orders, VARIABLE};
 
 /// The test that a worker process runs.
 pub(crate) const ENTRY: &str = "worker_process";
@@ -47,6 +47,7 @@ pub(crate) struct Fleet {
     url: String,
     folder: PathBuf,
     names: Vec<String>,
+    mode: Mode,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -61,20 +62,21 @@ impl Fleet {
         folder: PathBuf,
         names: Vec<String>,
         asks: mpsc::UnboundedSender<(Target, Ask)>,
+        mode: Mode,
     ) -> Self {
         let (workers, started, stops) = (Mutex::default(), Mutex::new(0), Mutex::default());
         let (dice, failed) = (Mutex::new(Dice::new(seed)), Mutex::default());
-        Self { workers, dice, started, stops, failed, asks, url, folder, names }
+        Self { workers, dice, started, stops, failed, asks, url, folder, names, mode }
     }
 
     pub(crate) fn start(&self, count: usize) {
         for place in 0..count {
-            let worker = self.spawn(place, false);
+            let worker = self.spawn(place, self.mode);
             lock(&self.workers).push(worker);
         }
     }
 
-    fn spawn(&self, place: usize, once: bool) -> Worker {
+    fn spawn(&self, place: usize, mode: Mode) -> Worker {
         let process = {
             let mut started = lock(&self.started);
             *started += 1;
@@ -82,7 +84,8 @@ impl Fleet {
         };
         let (seed, ttl) = {
             let mut dice = lock(&self.dice);
-            (dice.next(), Duration::from_millis(dice.between(50, 150)))
+            let (least, most) = if self.mode == Mode::Wait { (500, 1_000) } else { (50, 150) };
+            (dice.next(), Duration::from_millis(dice.between(least, most)))
         };
         let orders = Orders {
             process,
@@ -91,7 +94,7 @@ impl Fleet {
             ttl,
             seed,
             names: self.names.clone(),
-            once,
+            mode,
         };
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", ENTRY, "--nocapture", "--test-threads=1"])
@@ -181,7 +184,7 @@ impl Fleet {
             end(worker);
         });
         if ended.is_some() {
-            let fresh = self.spawn(target.place, false);
+            let fresh = self.spawn(target.place, self.mode);
             lock(&self.workers)[target.place] = fresh;
         }
     }
@@ -211,7 +214,7 @@ impl Fleet {
 
     /// A fresh process takes each name once; whether it could.
     pub(crate) async fn once_more(&self) -> bool {
-        let worker = self.spawn(0, true);
+        let worker = self.spawn(0, Mode::Once);
         lock(&self.workers).push(worker);
         self.finish().await.is_empty()
     }

@@ -22,7 +22,7 @@ pub(crate) fn now() -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Kind {
-    /// `try_acquire`.
+    /// `try_acquire`, or `acquire` with its longest wait in milliseconds as the value.
     Acquire,
     /// A read-modify-write and a row of the log, in one fenced transaction.
     Write,
@@ -35,6 +35,8 @@ pub(crate) enum Kind {
     Lost,
     /// The lease is given back: release or drop.
     End,
+    /// At the end, what the database still has of a living owner of which nobody holds or waits: one record.
+    Rest,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +54,10 @@ pub(crate) enum Phase {
 
 /// What begins the reason of a write that was refused because the lease is lost.
 pub(crate) const REJECTED: &str = "rejected";
+
+/// The reason of an acquire whose future was dropped, and what begins that of one whose time was over.
+pub(crate) const CANCELLED: &str = "cancelled";
+pub(crate) const TIMED_OUT: &str = "timed out";
 
 /// One line. A step is the records of one `process` with one `op`.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -11,14 +11,18 @@
 //! | look | `is_held`, with the instants before and after it |
 //! | give back | by release, by drop, or by being stopped for too long |
 
+mod waiting;
+
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::io::BufRead as _;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::str::FromStr as _;
 use std::time::Duration;
 
 use fencepost::fence::Isolation;
-use fencepost::{Error, HeldLease, Lease, Owner};
+use fencepost::{Error, HeldLease, Lease, LossReason, Owner};
 use serde::{Deserialize, Serialize};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgTransaction};
 use sqlx::{ConnectOptions as _, PgPool};
@@ -48,8 +52,18 @@ pub(crate) struct Orders {
     pub(crate) ttl: Duration,
     pub(crate) seed: u64,
     pub(crate) names: Vec<String>,
-    /// Take each name once, when it is free, write, and end; else contend until told to end.
-    pub(crate) once: bool,
+    pub(crate) mode: Mode,
+}
+
+/// What a worker does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Mode {
+    /// Contends by trying, until told to end.
+    Try,
+    /// Waits in line, with several tasks, until told to end.
+    Wait,
+    /// Takes each name once, when it is free, writes, and ends.
+    Once,
 }
 
 /// Where a worker wants to be stopped.
@@ -97,7 +111,11 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         .unwrap()
         .application_name(APPLICATION)
         .disable_statement_logging();
-    let pool = PgPoolOptions::new().max_connections(2).acquire_timeout(DEADLINE).connect_lazy_with(options);
+    let connections = if orders.mode == Mode::Wait { 4 } else { 2 };
+    let pool = PgPoolOptions::new()
+        .max_connections(connections)
+        .acquire_timeout(DEADLINE)
+        .connect_lazy_with(options);
     let label = format!("worker-{}", orders.process);
     let start = async {
         // A session that is ended while the owner starts is a fault of ours.
@@ -110,53 +128,73 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         }
     };
     let owner = timeout(DEADLINE, start).await.expect("the owner starts");
-    let worker = Worker {
+    let worker = Rc::new(Worker {
         history: Writer::create(&orders.history),
         dice: RefCell::new(Dice::new(orders.seed)),
         going: RefCell::new(going),
         op: Cell::new(0),
+        held: RefCell::default(),
+        stopping: Cell::new(false),
         quitting,
         owner,
         pool,
         orders,
-    };
-    if worker.orders.once {
-        for name in &worker.orders.names {
-            let take = async {
-                loop {
-                    if let Some(held) = worker.acquire(name).await {
-                        return held;
+    });
+    match worker.orders.mode {
+        Mode::Wait => waiting::work(Rc::clone(&worker)).await,
+        Mode::Once => {
+            for name in &worker.orders.names {
+                let take = async {
+                    loop {
+                        if let Some(held) = worker.acquire(name).await {
+                            return held;
+                        }
+                        sleep(worker.think(1, 5)).await;
                     }
-                    sleep(worker.think(1, 5)).await;
-                }
-            };
-            let held = timeout(DEADLINE, take).await.unwrap_or_else(|_| panic!("{name} is never granted"));
-            worker.fenced_write(&held).await;
-            worker.give_back(held, false).await;
-        }
-    } else {
-        while !*worker.quitting.borrow() {
-            let name = worker.dice.borrow_mut().pick(&worker.orders.names).clone();
-            if let Some(held) = worker.acquire(&name).await {
-                worker.hold(held).await;
+                };
+                let held =
+                    timeout(DEADLINE, take).await.unwrap_or_else(|_| panic!("{name} is never granted"));
+                worker.fenced_write(&held).await;
+                worker.give_back(held, false).await;
             }
-            sleep(worker.think(0, 6)).await;
+        }
+        Mode::Try => {
+            while !*worker.quitting.borrow() {
+                let name = worker.dice.borrow_mut().pick(&worker.orders.names).clone();
+                if let Some(held) = worker.acquire(&name).await {
+                    worker.hold(held).await;
+                }
+                sleep(worker.think(0, 6)).await;
+            }
         }
     }
     worker.owner.shutdown().await.unwrap();
     worker.pool.close().await;
 }
 
-/// It does one thing at a time; the cells are for the watch on the loss beside it.
+/// All on one thread: the cells are for the tasks that wait, and for the watch on a loss beside the work.
 struct Worker {
     orders: Orders,
     history: Writer,
     dice: RefCell<Dice>,
     going: RefCell<mpsc::UnboundedReceiver<()>>,
     op: Cell<i64>,
+    /// What tasks that wait have got, by token.
+    held: RefCell<BTreeMap<i64, String>>,
+    /// The owner is being stopped: everything is given back from now on, and lost for that reason.
+    stopping: Cell<bool>,
     quitting: watch::Receiver<bool>,
     owner: Owner,
     pool: PgPool,
+}
+
+/// A fenced transaction before its COMMIT.
+struct OpenWrite {
+    tx: PgTransaction<'static>,
+    op: i64,
+    name: String,
+    token: i64,
+    value: i64,
 }
 
 impl Worker {
@@ -202,15 +240,6 @@ impl Worker {
     /// Holds for a while, and on after a loss: that is what a paused holder does.
     async fn hold(&self, held: HeldLease) {
         let done = Notify::new();
-        let watch = async {
-            tokio::select! {
-                reason = held.lost() => {
-                    let lost = self.record(self.next_op(), Kind::Lost, Phase::Ok, held.name().as_str());
-                    self.history.write(&lost.token(held.token().as_i64()).why(reason.to_string()));
-                }
-                () = done.notified() => {}
-            }
-        };
         let steps = async {
             let steps = self.dice.borrow_mut().between(1, 4);
             for _ in 0..steps {
@@ -230,9 +259,21 @@ impl Worker {
             }
             done.notify_one();
         };
-        tokio::join!(watch, steps);
+        tokio::join!(self.watch_loss(&held, &done), steps);
         let drop_it = self.percent(40);
         self.give_back(held, drop_it).await;
+    }
+
+    async fn watch_loss(&self, held: &HeldLease, done: &Notify) {
+        tokio::select! {
+            reason = held.lost() => {
+                if !(self.stopping.get() && reason == LossReason::Stopped) {
+                    let lost = self.record(self.next_op(), Kind::Lost, Phase::Ok, held.name().as_str());
+                    self.history.write(&lost.token(held.token().as_i64()).why(reason.to_string()));
+                }
+            }
+            () = done.notified() => {}
+        }
     }
 
     /// Does the process believe that it holds? Asked between two instants.
@@ -252,6 +293,13 @@ impl Worker {
     }
 
     async fn fenced_write(&self, held: &HeldLease) {
+        if let Some(open) = self.open_write(held).await {
+            self.commit(open).await;
+        }
+    }
+
+    /// Fenced and written, and not yet committed.
+    async fn open_write(&self, held: &HeldLease) -> Option<OpenWrite> {
         let op = self.next_op();
         let (name, token) = (held.name().as_str(), held.token().as_i64());
         let record = |phase| self.record(op, Kind::Write, phase, name).token(token);
@@ -266,18 +314,29 @@ impl Worker {
             Ok(tx) => tx,
             Err(error) => {
                 let why = if error.is_lost() { REJECTED } else { "not begun" };
-                return self.history.write(&record(Phase::Fail).why(format!("{why}: {error}")));
+                self.history.write(&record(Phase::Fail).why(format!("{why}: {error}")));
+                return None;
             }
         };
         // Until COMMIT is sent, a failure is a failure.
         let value = match self.write_in(&mut tx, held, op).await {
             Ok(value) => value,
-            Err(error) => return self.history.write(&record(Phase::Fail).why(error.to_string())),
+            Err(error) => {
+                self.history.write(&record(Phase::Fail).why(error.to_string()));
+                return None;
+            }
         };
         if self.percent(8) {
             drop(tx.rollback().await);
-            return self.history.write(&record(Phase::Fail).why("rolled back"));
+            self.history.write(&record(Phase::Fail).why("rolled back"));
+            return None;
         }
+        Some(OpenWrite { tx, op, name: name.to_owned(), token, value })
+    }
+
+    async fn commit(&self, open: OpenWrite) {
+        let OpenWrite { tx, op, name, token, value } = open;
+        let record = |phase| self.record(op, Kind::Write, phase, &name).token(token);
         self.history.write(&record(Phase::Commit).value(value));
         let (phase, why) = match tx.commit().await.map_err(Error::from) {
             Ok(()) => (Phase::Ok, String::new()),
@@ -296,7 +355,7 @@ impl Worker {
             .bind(name)
             .fetch_one(&mut **tx)
             .await?;
-        if self.percent(7) {
+        if self.orders.mode == Mode::Try && self.percent(7) {
             self.ask_to_be_stopped(Place::Fenced, held, read).await;
         } else {
             sleep(self.think(0, 3)).await;
@@ -347,6 +406,11 @@ impl Worker {
     async fn give_back(&self, held: HeldLease, drop_it: bool) {
         let op = self.next_op();
         let name = held.name().to_string();
+        self.held.borrow_mut().remove(&held.token().as_i64());
+        if self.stopping.get() {
+            // It is given back already; that this changes nothing is what there is to see.
+            return if drop_it { drop(held) } else { drop(held.release().await) };
+        }
         let record =
             self.record(op, Kind::End, Phase::Invoke, &name).token(held.token().as_i64()).why("drop");
         if drop_it {

@@ -556,3 +556,59 @@ async fn those_who_take_several_do_not_deadlock() {
     }
     until_true(&pool, "no ticket is left", NO_TICKET).await;
 }
+
+// A heartbeat that was in time and is not yet committed: its owner's ticket keeps its place. Whoever frees the lease
+// meanwhile does not decide, and hands over when that is decided.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_waiter_whose_heartbeat_is_in_flight_keeps_its_place() {
+    for commits in [true, false] {
+        let (database, pool) = database().await;
+        let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+        let held = hold(&a, "report").await;
+        let first: sqlx::types::Uuid =
+            sqlx::query_scalar("SELECT fencepost.owner_start('first', '1 minute')")
+                .fetch_one(&pool)
+                .await
+                .unwrap();
+        sqlx::query("SELECT fencepost.acquire('report', $1, p_enqueue => true)")
+            .bind(first)
+            .execute(&pool)
+            .await
+            .unwrap();
+        let second = queue(&pool, &b, &lease("report"), Wait::forever()).await;
+        let mut beating = crate::support::connect(&database.options()).await;
+        until("a beat shortly before the end", async || {
+            sqlx::query("UPDATE fencepost.owners SET expires_at = clock_timestamp() + interval '200 ms' WHERE id = $1")
+                .bind(first)
+                .execute(&pool)
+                .await
+                .unwrap();
+            beating.execute("BEGIN").await.unwrap();
+            let beat = sqlx::query("SELECT * FROM fencepost.heartbeat($1)").bind(first).fetch_optional(&mut beating).await;
+            if beat.unwrap().is_some() {
+                return Some(());
+            }
+            beating.execute("ROLLBACK").await.unwrap();
+            None
+        })
+        .await;
+        let over = "SELECT expires_at < clock_timestamp() FROM fencepost.owners WHERE label = 'first'";
+        until_true(&pool, "what is committed is over", over).await;
+        assert!(within("the release", held.release()).await.unwrap(), "it does not wait for the heartbeat");
+        let undecided = "SELECT released_at IS NOT NULL AND (SELECT count(*) = 2 FROM fencepost.waiters) FROM fencepost.leases";
+        until_true(&pool, "nobody was served, and both wait", undecided).await;
+        beating.execute(if commits { "COMMIT" } else { "ROLLBACK" }).await.unwrap();
+        if commits {
+            until_true(
+                &pool,
+                "the first is served",
+                "SELECT label = 'first' AND released_at IS NULL FROM fencepost.leases",
+            )
+            .await;
+            assert!(!second.is_finished());
+            second.abort();
+        } else {
+            assert!(served(second).await.is_held(), "the first was dead indeed");
+        }
+    }
+}
