@@ -283,7 +283,7 @@ async fn our_sessions_notice_dead_peers() {
          INSERT INTO public.seen SELECT name, setting FROM pg_settings WHERE name IN \
          ('client_connection_check_interval', 'tcp_keepalives_idle', 'tcp_keepalives_interval', 'tcp_keepalives_count', 'tcp_user_timeout', 'synchronous_commit', 'transaction_isolation'); \
          RETURN NULL; END $$; \
-         CREATE TRIGGER note AFTER INSERT ON fencepost.leases EXECUTE FUNCTION note()",
+         CREATE TRIGGER note AFTER UPDATE ON fencepost.leases EXECUTE FUNCTION note()",
     )
     .await
     .unwrap();
