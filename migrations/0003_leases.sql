@@ -183,7 +183,7 @@ BEGIN
         SELECT count(*) INTO ahead FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket < acquire.ticket;
     END IF;
     IF v_held OR NOT v_found THEN
-        token := v_lease.token;
+        token := nullif(v_lease.token, 0);
         label := v_lease.label;
         remaining := CASE WHEN v_held THEN least(v_life, v_lease.expires_at) - clock_timestamp() ELSE '0' END;
         RETURN NEXT;
@@ -196,7 +196,7 @@ BEGIN
         SELECT * INTO v_head FROM fencepost.hand_to_head(p_name);
         IF FOUND THEN
             granted := coalesce(v_head.grant_id = p_grant_id, false);
-            token := coalesce(v_head.token, v_lease.token);
+            token := coalesce(v_head.token, nullif(v_lease.token, 0));
             label := coalesce(v_head.label, v_lease.label);
             remaining := coalesce(v_head.remaining, '0');
             IF granted THEN
