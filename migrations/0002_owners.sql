@@ -70,8 +70,8 @@ REVOKE ALL ON FUNCTION fencepost.heartbeat(uuid) FROM PUBLIC;
 
 -- owner_stop(owner): frees what the owner holds, hands it on, and ends it. A row for each lease that it freed,
 -- with whom to wake.
--- Tickets, then leases by name, then the owner row: the lock order of every function here. A lease locked
--- by somebody else is left to them: its holder is dead once this commits.
+-- Its tickets, then its leases by name, then its row. A lease locked by somebody else is left to them: its
+-- holder is dead once this commits.
 CREATE FUNCTION fencepost.owner_stop(p_owner uuid)
 RETURNS TABLE (name text, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$

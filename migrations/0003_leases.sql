@@ -26,7 +26,7 @@ REVOKE ALL ON fencepost.leases FROM PUBLIC;
 
 -- acquire(name, …): the lease for this grant id, or who holds it.
 --
---   granted   token, grant_id, remaining life
+--   granted   token, grant_id, remaining life, and what is left of p_at_most (it may have been granted earlier)
 --   refused   the holder's token, label and remaining life (an upper bound: it may beat again);
 --             remaining <= 0: its time is over and a fenced write of it is still open: soon free.
 --             With p_enqueue a ticket, and how many were ahead of it.
@@ -48,7 +48,7 @@ CREATE FUNCTION fencepost.acquire(
     p_label    text     DEFAULT NULL,
     p_retry    boolean  DEFAULT false,
     p_enqueue  boolean  DEFAULT false)
-RETURNS TABLE (granted boolean, token bigint, grant_id uuid, label text, remaining interval,
+RETURNS TABLE (granted boolean, token bigint, grant_id uuid, label text, remaining interval, cap interval,
                ticket bigint, ahead bigint, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -98,6 +98,7 @@ BEGIN
             granted := v_lease.grant_id = p_grant_id AND v_lease.owner IS NOT DISTINCT FROM p_owner;
             IF granted THEN
                 grant_id := p_grant_id;
+                cap := v_lease.expires_at - clock_timestamp();
             ELSIF ticket IS NOT NULL THEN
                 SELECT count(*) INTO ahead FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket < acquire.ticket;
             END IF;
@@ -109,8 +110,8 @@ BEGIN
     -- 2. A row to lock, for the first grant of a name: one that is free, with token 0, which nobody
     -- is granted. The token of the grant is drawn below, like every other, after the row is locked.
     -- 3. Lock. A try takes what a grant needs, FOR UPDATE: it conflicts with the KEY SHARE of an open fenced
-    -- write, so a write and a grant never overlap; a try skips a row that somebody is at. Who retries or
-    -- queues waits for others who are at the row, but not for fences.
+    -- write, so a write and a grant never overlap; a try, and who has a ticket, skips a row that somebody is
+    -- at. Who retries or comes to queue waits a moment for others who are at the row, but not for fences.
     FOR v_round IN 1..3 LOOP
         IF NOT v_found THEN
             IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 255 OR p_name ~ '[\x01-\x1f\x7f]' THEN
@@ -121,7 +122,11 @@ BEGIN
                     clock_timestamp(), 'epoch', clock_timestamp())
             ON CONFLICT ON CONSTRAINT leases_pkey DO NOTHING;
         END IF;
-        IF p_retry OR p_enqueue THEN
+        IF p_retry OR (p_enqueue AND ticket IS NULL) THEN
+            -- Not for long behind somebody's open transaction: 55P03, ask again.
+            IF current_setting('lock_timeout') = '0' THEN
+                PERFORM set_config('lock_timeout', '100ms', true);
+            END IF;
             SELECT l.* INTO v_locked FROM fencepost.leases l WHERE l.name = p_name FOR NO KEY UPDATE;
         ELSE
             SELECT l.* INTO v_locked FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE SKIP LOCKED;
@@ -151,6 +156,7 @@ BEGIN
         grant_id := p_grant_id;
         label := v_own_label;
         remaining := least(v_own_life, v_lease.expires_at) - clock_timestamp();
+        cap := v_lease.expires_at - clock_timestamp();
         RETURN NEXT;
         RETURN;
     END IF;
@@ -201,6 +207,7 @@ BEGIN
             remaining := coalesce(v_head.remaining, '0');
             IF granted THEN
                 grant_id := p_grant_id;
+                cap := p_at_most;
                 ticket := NULL;
                 ahead := NULL;
             ELSE
@@ -226,6 +233,7 @@ BEGIN
     grant_id := p_grant_id;
     label := v_own_label;
     remaining := least(v_own_life, v_lease.expires_at) - clock_timestamp();
+    cap := p_at_most;
     ticket := NULL;
     ahead := NULL;
     RETURN NEXT;

@@ -15,7 +15,7 @@ BEGIN
         RAISE EXCEPTION 'prune takes an age of 0 to 1000 years, not %', p_older_than USING ERRCODE = 'LK005';
     END IF;
     v_before := clock_timestamp() - p_older_than;
-    -- Leases before owners: the lock order of every function here. Only an owner that is marked or missing is
+    -- Leases before owners, as everywhere. Only an owner that is marked or missing is
     -- dead for good; one that has merely expired may have a heartbeat in flight.
     -- Free since: the release or the cap; under a dead owner, whose end is not known, the grant.
     DELETE FROM fencepost.leases d WHERE d.name IN (

@@ -56,6 +56,10 @@ impl Moment {
         Self(self.0.saturating_add(duration))
     }
 
+    pub(crate) fn before(self, duration: Duration) -> Self {
+        Self(self.0.saturating_sub(duration))
+    }
+
     /// For an atomic: nanoseconds since the clock's start, which last for 584 years.
     pub(crate) fn as_nanos(self) -> u64 {
         u64::try_from(self.0.as_nanos()).unwrap_or(u64::MAX)

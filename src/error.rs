@@ -326,13 +326,14 @@ fn server_error(error: &sqlx::Error) -> Option<&PgDatabaseError> {
     error.as_database_error()?.try_downcast_ref()
 }
 
-/// Whether it is an answer of our own functions: the session that brought it is in order.
+/// Whether it is an answer of our own functions (or that a row was locked for too long): the session that
+/// brought it is in order.
 pub(crate) fn is_refusal(error: &sqlx::Error) -> bool {
-    server_error(error).is_some_and(|error| error.code().starts_with("LK"))
+    server_error(error).is_some_and(|error| error.code().starts_with("LK") || error.code() == "55P03")
 }
 
 /// What may be otherwise in a moment, on this or another connection: connection lost or refused, server starting
-/// up, shutting down or read-only (a standby), too many connections, a lock not available, a deadlock.
+/// up, shutting down or read-only (a standby, which has no unlogged tables either), too many connections, a lock not available, a deadlock.
 pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut => true,
@@ -340,7 +341,7 @@ pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
             let code = error.code();
             code.starts_with("08")
                 || code.starts_with("57P")
-                || matches!(code, "53300" | "55P03" | "57014" | "25006" | "40P01" | "40001")
+                || matches!(code, "53300" | "55P03" | "57014" | "25006" | "0A000" | "40P01" | "40001")
         }),
         _ => false,
     }

@@ -203,8 +203,9 @@ impl Lease {
     /// granted at that moment is released.
     ///
     /// # Database
-    /// One statement to queue; none to be handed the lease (one for a lease with a cap), where notifications
-    /// arrive. Behind a transaction-mode pooler they do not: there it asks four times a second.
+    /// One statement to queue (the first waiter of a process asks once more when it listens); none to be handed
+    /// the lease (one for a lease with a cap), where notifications arrive. Behind a transaction-mode pooler they
+    /// do not: there it asks four to eight times a second.
     ///
     /// # Examples
     /// ```no_run
@@ -241,7 +242,8 @@ impl Lease {
         }
     }
 
-    /// Acquires several leases: all of them, or none.
+    /// Acquires several leases: all of them, or none. If one is lost while another is waited for, it begins again,
+    /// while there is time.
     ///
     /// They are taken in the order of their names, whatever the order given, so that callers which do this never
     /// deadlock with each other; a name that is given twice is taken once (the first definition counts). The

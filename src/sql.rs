@@ -29,7 +29,8 @@ pub(crate) const OWNER_STOP: &str =
 pub(crate) const OWNED: &str = "SELECT name, token, grant_id FROM fencepost.owned($1::uuid)";
 
 pub(crate) const ACQUIRE: &str = "SELECT granted, token, label, \
-     (date_part('epoch', remaining) * 1000000)::bigint AS remaining, ticket, ahead, wake_channel, wake_payload \
+     (date_part('epoch', remaining) * 1000000)::bigint AS remaining, \
+     (date_part('epoch', cap) * 1000000)::bigint AS cap, ticket, ahead, wake_channel, wake_payload \
      FROM fencepost.acquire($1::text, $2::uuid, $3::uuid, $4::bigint * interval '1 microsecond', \
      $5::text::jsonb, NULL, $6::boolean, $7::boolean)";
 

@@ -91,7 +91,7 @@ pub(super) async fn ask(
         ];
         Call::new(sql::ACQUIRE, args)
     };
-    // Before sending: the database counts the cap from a later instant.
+    // Before sending: what is left of a cap is counted from a later instant.
     let asked = Moment::now();
     let rows = shared.statements.call_until_answered(STEP, &call(false), &call(true)).await?;
     let row = rows.first().ok_or(sqlx::Error::RowNotFound);
@@ -102,8 +102,8 @@ pub(super) async fn ask(
         shared.pass_on(handed);
     }
     Ok(match row {
-        Row { granted: true, token: Some(token), .. } => {
-            Asked::Granted(granted(owner, lease, life, id, token, asked))
+        Row { granted: true, token: Some(token), cap, .. } => {
+            Asked::Granted(granted(owner, lease, life, id, token, cap.map(|cap| asked.after(cap))))
         }
         Row { ticket, ahead, .. } => {
             Asked::Refused { ticket, ahead: ahead.unwrap_or(0), holder: row.holder() }
@@ -111,20 +111,19 @@ pub(super) async fn ask(
     })
 }
 
-/// What is held now, by a grant that was asked for at `asked` or later.
+/// What is held now; with a cap, until then by the database's clock at the latest.
 pub(super) fn granted(
     owner: &Owner,
     lease: &Lease,
     life: &Arc<Life>,
     id: GrantId,
     token: FencingToken,
-    asked: Moment,
+    cap: Option<Moment>,
 ) -> HeldLease {
     // A little less, since no two clocks run at quite the same speed.
-    let cap = lease.at_most.map(|at_most| {
-        let margin = (at_most / 1_000).max(Duration::from_millis(1));
-        asked.after(at_most.saturating_sub(margin))
-    });
+    let margin =
+        lease.at_most.map_or(Duration::ZERO, |at_most| (at_most / 1_000).max(Duration::from_millis(1)));
+    let cap = cap.map(|cap| cap.before(margin));
     let held = Arc::new(Held::new(lease.name.clone(), Grant::new(token, id), Arc::clone(life), cap));
     owner.shared().grants.hold(&held);
     tracing::debug!(name = %lease.name, %token, "fencepost: acquired");
@@ -137,6 +136,8 @@ struct Row {
     token: Option<FencingToken>,
     label: Option<String>,
     remaining: Duration,
+    /// What is left of the cap, of a lease that has one.
+    cap: Option<Duration>,
     ticket: Option<i64>,
     ahead: Option<i64>,
 }
@@ -144,11 +145,13 @@ struct Row {
 impl Row {
     fn read(row: &PgRow) -> sqlx::Result<Self> {
         let remaining: Option<i64> = row.try_get("remaining")?;
+        let cap: Option<i64> = row.try_get("cap")?;
         Ok(Self {
             granted: row.try_get("granted")?,
             token: row.try_get("token")?,
             label: row.try_get("label")?,
             remaining: Duration::from_micros(remaining.and_then(|left| left.try_into().ok()).unwrap_or(0)),
+            cap: cap.map(|left| Duration::from_micros(left.try_into().unwrap_or(0))),
             ticket: row.try_get("ticket")?,
             ahead: row.try_get("ahead")?,
         })

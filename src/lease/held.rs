@@ -197,8 +197,9 @@ impl HeldLease {
     /// Once polled it is released, also when the future is dropped.
     ///
     /// # Database
-    /// One statement on the owner's connections; not durable by itself: if a crash takes it back, the owner
-    /// releases it again.
+    /// One statement on the owner's connections. If somebody waits it grants the lease to the next one, durably,
+    /// and a notification follows for another process; otherwise it is not durable by itself: if a crash takes it
+    /// back, the owner releases it again.
     pub async fn release(mut self) -> Result<bool> {
         self.released = true;
         let lost = self.held.loss().is_some();
@@ -214,7 +215,8 @@ impl HeldLease {
         }
     }
 
-    fn check_lost(&self) -> Result<()> {
+    /// Says it if it is known to be lost.
+    pub(super) fn check_lost(&self) -> Result<()> {
         match self.held.loss() {
             Some(reason) => Err(self.lost_error(reason)),
             None => Ok(()),

@@ -50,7 +50,14 @@ pub(super) async fn acquire(
             _gone = wanted.changed() => return Err(Error::Stopped),
         };
         let id = owner.shared().grants.announce();
-        let waiter = Waiter { owner: &owner, lease: &lease, life: &life, id, held_up_by: &held_up_by };
+        let mut waiter = Waiter {
+            owner: &owner,
+            lease: &lease,
+            life: &life,
+            id,
+            held_up_by: &held_up_by,
+            in_doubt: false,
+        };
         match waiter.wait(&mut wanted).await {
             Ok(Turn::Held(held)) => {
                 let after = start.elapsed();
@@ -64,7 +71,7 @@ pub(super) async fn acquire(
             Ok(Turn::Unwanted) => {
                 let given_back = owner.shared().give_back(&lease.name, id).await;
                 owner.shared().grants.forget(id);
-                if given_back.is_err() {
+                if given_back.is_err() || waiter.in_doubt {
                     owner.shared().statements.doubt();
                 }
                 return Err(Error::Stopped);
@@ -92,10 +99,16 @@ struct Waiter<'a> {
     life: &'a Arc<Life>,
     id: GrantId,
     held_up_by: &'a HeldUpBy,
+    /// An answer has been lost: what was asked may still arrive.
+    in_doubt: bool,
 }
 
 impl Waiter<'_> {
-    async fn wait(&self, wanted: &mut watch::Receiver<()>) -> Result<Turn> {
+    fn is_trusted(&self) -> bool {
+        self.life.loss().is_none() && !self.life.trusted_until().has_passed()
+    }
+
+    async fn wait(&mut self, wanted: &mut watch::Receiver<()>) -> Result<Turn> {
         let shared = self.owner.shared();
         let mut missed = shared.wakes.watch_missed();
         let mut unheard = Backoff::new(Duration::from_millis(20), Duration::from_millis(250));
@@ -107,14 +120,22 @@ impl Waiter<'_> {
                 turn = shared.statements.turn() => turn,
                 _gone = wanted.changed() => return Ok(Turn::Unwanted),
             };
-            let asked = Moment::now();
             let answer = ask(self.owner, self.lease, self.life, self.id, Line::Join).await;
             drop(turn);
             let pause = match answer {
+                // To a life that is not trusted any more: given back by being dropped.
+                Ok(Asked::Granted(held)) if !self.is_trusted() => {
+                    drop(held);
+                    tokio::select! {
+                        _reason = self.life.lost() => {}
+                        () = self.life.beaten() => {}
+                    }
+                    return Ok(Turn::OwnerLost);
+                }
                 Ok(Asked::Granted(held)) => return Ok(Turn::Held(held)),
                 Ok(Asked::Refused { holder, ticket, ahead }) => {
                     if let Some(ticket) = ticket
-                        && place.as_ref().is_none_or(|place| place.ticket() != ticket)
+                        && place.as_mut().is_none_or(|place| place.ticket() != ticket || place.is_deaf())
                     {
                         tracing::debug!(name = %self.lease.name, ticket, ahead, %holder, "fencepost: in line");
                         place = Some(shared.wakes.register(ticket, self.id));
@@ -137,16 +158,19 @@ impl Waiter<'_> {
                     unheard.pause()
                 }
                 // The database is out of reach: the deadline is the caller's.
-                Err(Error::TimedOut { .. } | Error::OutcomeUnknown { .. }) => unheard.pause(),
+                Err(Error::TimedOut { .. } | Error::OutcomeUnknown { .. }) => {
+                    self.in_doubt = true;
+                    unheard.pause()
+                }
                 Err(error) => return Err(error),
             };
             tokio::select! {
                 token = handed_over(place.as_mut()) => {
                     // A cap counts from the grant, of which only the database knows the instant: ask. And what was
                     // handed to an owner counts only while that is trusted.
-                    if self.lease.at_most.is_none() && self.life.loss().is_none() && !self.life.trusted_until().has_passed() {
+                    if self.lease.at_most.is_none() && self.is_trusted() {
                         tracing::debug!(name = %self.lease.name, %token, "fencepost: handed over");
-                        return Ok(Turn::Held(granted(self.owner, self.lease, self.life, self.id, token, asked)));
+                        return Ok(Turn::Held(granted(self.owner, self.lease, self.life, self.id, token, None)));
                     }
                 }
                 () = tokio::time::sleep(pause) => {}

@@ -48,17 +48,24 @@ async fn listen(shared: &Shared, backoff: &mut Backoff) -> sqlx::Result<std::con
             Stage::Alive(life) => Some(std::sync::Arc::clone(life)),
             Stage::Starting(_) | Stage::Stopped { .. } => None,
         };
-        listener.unlisten_all().await?;
+        bounded(source.bound, listener.unlisten_all()).await?;
         if let Some(life) = life.as_deref() {
-            subscribe(shared, &mut listener, life).await?;
-            backoff.reset();
+            bounded(source.bound, subscribe(shared, &mut listener, life)).await?;
         }
         loop {
             tokio::select! {
                 heard = listener.try_recv() => match heard? {
-                    Some(notification) => shared.wakes.deliver(notification.payload()),
+                    Some(notification) => {
+                        backoff.reset();
+                        shared.wakes.deliver(notification.payload());
+                    }
                     None => return Err(sqlx::Error::Io(std::io::ErrorKind::ConnectionReset.into())),
                 },
+                // A connection whose other end has vanished says nothing either: a statement without effect tells.
+                () = tokio::time::sleep(source.bound) => {
+                    bounded(source.bound, listener.unlisten("fencepost_nobody")).await?;
+                    backoff.reset();
+                }
                 changed = stage.changed() => {
                     changed.map_err(|_| sqlx::Error::PoolClosed)?;
                     break;
@@ -66,6 +73,10 @@ async fn listen(shared: &Shared, backoff: &mut Backoff) -> sqlx::Result<std::con
             }
         }
     }
+}
+
+async fn bounded<T>(bound: Duration, statement: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
+    tokio::time::timeout(bound, statement).await.unwrap_or(Err(sqlx::Error::PoolTimedOut))
 }
 
 /// First subscribed, then everybody asks once: nothing falls in between.

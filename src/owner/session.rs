@@ -104,7 +104,7 @@ impl Session {
 pub(crate) struct Statements {
     source: Source,
     permits: Semaphore,
-    /// Of those, for calls that can wait: the others (releases, tries) always find one.
+    /// Of those, for the questions of who waits: they never take the last one from a release or a try.
     patient: Semaphore,
     idle: Mutex<Vec<Session>>,
     /// Told whenever it is not known what a session did last: what is held has to be looked up.

@@ -37,8 +37,11 @@ struct Places {
 #[derive(Debug)]
 pub(crate) struct Place {
     ticket: i64,
+    id: GrantId,
     places: Arc<Mutex<Places>>,
     handed: oneshot::Receiver<FencingToken>,
+    /// Heard, and not yet taken.
+    arrived: Option<FencingToken>,
 }
 
 impl Place {
@@ -46,8 +49,22 @@ impl Place {
         self.ticket
     }
 
+    /// Whether it will not hear any more: something was taken already, or another waiter has its ticket (they
+    /// begin anew when the server has crashed).
+    pub(crate) fn is_deaf(&mut self) -> bool {
+        match self.handed.try_recv() {
+            Ok(token) => self.arrived = Some(token),
+            Err(oneshot::error::TryRecvError::Empty) => return false,
+            Err(oneshot::error::TryRecvError::Closed) => {}
+        }
+        self.arrived.is_none()
+    }
+
     /// The token, when a proven hand-over to this ticket has arrived. Pending for ever after that.
     pub(crate) async fn handed_over(&mut self) -> FencingToken {
+        if let Some(token) = self.arrived.take() {
+            return token;
+        }
         if !self.handed.is_terminated()
             && let Ok(token) = (&mut self.handed).await
         {
@@ -59,7 +76,10 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        lock(&self.places).waiting.remove(&self.ticket);
+        let mut places = lock(&self.places);
+        if places.waiting.get(&self.ticket).is_some_and(|(id, _)| *id == self.id) {
+            places.waiting.remove(&self.ticket);
+        }
     }
 }
 
@@ -106,7 +126,7 @@ impl Wakes {
             Some(early) if early.is_proven(id) => _ = tell.send(early.token),
             _ => _ = places.waiting.insert(ticket, (id, tell)),
         }
-        Place { ticket, places: Arc::clone(&self.places), handed }
+        Place { ticket, id, places: Arc::clone(&self.places), handed, arrived: None }
     }
 
     /// A hand-over has arrived, from this process or by notification. What proves nothing is ignored.
@@ -132,8 +152,10 @@ impl Wakes {
 
     /// Whether notifications arrive, from now on. What came before may have been missed.
     pub(crate) fn set_listening(&self, listening: bool) {
-        self.listening.send_replace(listening);
-        self.missed.send_modify(|times| *times += 1);
+        let before = self.listening.send_replace(listening);
+        if listening || before {
+            self.missed.send_modify(|times| *times += 1);
+        }
     }
 
     pub(crate) fn is_listening(&self) -> bool {
@@ -203,6 +225,16 @@ mod tests {
         }
         wakes.deliver(&payload(7, 33, id));
         assert_eq!(place.handed_over().await.as_i64(), 33);
+        // Two waiters with one ticket, as after a crash: the later one has it, the earlier one knows that it is deaf.
+        let other = GrantId::fresh();
+        let mut earlier = wakes.register(9, id);
+        let mut later = wakes.register(9, other);
+        assert!(earlier.is_deaf() && !later.is_deaf());
+        drop(earlier);
+        wakes.deliver(&payload(9, 40, other));
+        assert!(!later.is_deaf(), "heard, and not lost by asking");
+        assert_eq!(later.handed_over().await.as_i64(), 40);
+        assert!(later.is_deaf());
         // A flood before the ticket is known costs bounded memory.
         for ticket in 0..10_000 {
             wakes.deliver(&payload(ticket, 1, id));

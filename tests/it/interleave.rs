@@ -20,7 +20,10 @@ impl Stage {
     }
 
     async fn actor(&self) -> PgConnection {
-        connect(&self.database.options()).await
+        let mut conn = connect(&self.database.options()).await;
+        // The caller's own bound stays; without one a retry gives up after 100 ms behind a held row.
+        run(&mut conn, "SET lock_timeout = '1min'").await;
+        conn
     }
 
     async fn owner(&self, ttl: &str) -> Uuid {
@@ -300,6 +303,37 @@ async fn b5_a_retry_waits_for_its_own_first_attempt() {
             assert_eq!(again == token, commits, "the same grant if there was one");
         }
     }
+}
+
+// Behind somebody's open transaction neither a retry nor an arrival waits for long; a ticket does not wait at all.
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_waits_for_long_behind_an_open_transaction() {
+    let stage = Stage::new().await;
+    let (mut open, mut asking) = (stage.actor().await, stage.actor().await);
+    run(&mut asking, "SET lock_timeout = 0").await;
+    let (holder, asker) = (stage.owner("1 minute").await, stage.owner("1 minute").await);
+    assert!(granted(&mut open, "x", holder).await);
+    let id = Uuid::new_v4();
+    let enqueue = "SELECT ticket FROM fencepost.acquire('x', $1, $2, p_enqueue => true)";
+    run(&mut open, "BEGIN; SELECT fencepost.revoke('x')").await;
+    for call in [enqueue, "SELECT ticket FROM fencepost.acquire('x', $1, $2, p_retry => true)"] {
+        let answer = sqlx::query(call).bind(asker).bind(id).execute(&mut asking);
+        if let Err(error) = within("the answer", answer).await {
+            assert_eq!(error.as_database_error().unwrap().code().unwrap(), "55P03", "{call}");
+        }
+    }
+    run(&mut open, "ROLLBACK").await;
+    let ticket: Option<i64> =
+        sqlx::query_scalar(enqueue).bind(asker).bind(id).fetch_one(&mut asking).await.unwrap();
+    assert!(ticket.is_some());
+    stage.expire(holder).await;
+    run(&mut open, "BEGIN; SELECT FROM fencepost.leases FOR UPDATE").await;
+    let again: Option<i64> =
+        within("the answer", sqlx::query_scalar(enqueue).bind(asker).bind(id).fetch_one(&mut asking))
+            .await
+            .unwrap();
+    assert_eq!(again, ticket);
+    run(&mut open, "ROLLBACK").await;
 }
 
 // The naive retry, which skips the locked row, does answer "refused": the test above is not blind.

@@ -33,7 +33,12 @@ async fn every_kind_of_write_needs_the_fence_of_this_lease() {
     let mut conn = pool.acquire().await.unwrap();
     fence::protect(&mut conn, "ledger", held.name()).await.unwrap();
     fence::protect(&mut conn, "public.\"Led ger\"", held.name()).await.unwrap();
-    for statement in WRITES {
+    let version: i32 = sqlx::query_scalar("SELECT current_setting('server_version_num')::int")
+        .fetch_one(&pool)
+        .await
+        .unwrap();
+    let writes = || WRITES.into_iter().filter(|text| version >= 150_000 || !text.starts_with("MERGE"));
+    for statement in writes() {
         let refused = write(&pool, statement).await.unwrap_err();
         let Error::Unfenced { table, name, .. } = &refused else { panic!("{statement}: {refused:?}") };
         assert_eq!((table.as_str(), name.as_str()), ("public.ledger", "ledger's lease"));
@@ -52,7 +57,7 @@ async fn every_kind_of_write_needs_the_fence_of_this_lease() {
     assert!(write(&pool, "INSERT INTO \"Led ger\" VALUES (1)").await.is_err());
     write(&pool, "SELECT FROM ledger").await.unwrap();
     fence::unprotect(&mut conn, "ledger").await.unwrap();
-    for statement in WRITES {
+    for statement in writes() {
         write(&pool, statement).await.unwrap();
     }
     let missing = fence::protect(&mut conn, "no_such_table", held.name()).await.unwrap_err();

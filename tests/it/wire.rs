@@ -268,7 +268,15 @@ async fn a_standby_that_was_reached_by_mistake_is_left_again() {
     within("the loss", held.lost()).await;
     let error = lease("report").try_acquire(&a).await.unwrap_err();
     assert!(error.is_retryable() || error.is_timeout(), "{error:?}");
+    // Who waits goes on waiting.
+    let waiting = tokio::spawn({
+        let a = a.clone();
+        async move { lease("waited for").acquire(&a, fencepost::Wait::forever()).await }
+    });
+    let tries = "SELECT count(*) > 0 FROM pg_stat_activity WHERE application_name LIKE 'fencepost%'";
+    until_true(&read_only, "it tries there", tries).await;
     proxy.switch(&primary.options());
+    assert!(within("the one that waited", waiting).await.unwrap().unwrap().is_held());
     let again = within("it comes back", async {
         loop {
             if let Ok(Some(held)) = lease("report").try_acquire(&a).await {
