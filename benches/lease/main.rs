@@ -35,6 +35,8 @@
     reason = "timings are what a bench is for; nothing here decides about a lease"
 )]
 
+#[path = "../shared/quantiles.rs"]
+mod quantiles;
 mod report;
 mod rounds;
 mod scene;

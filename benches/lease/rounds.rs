@@ -4,6 +4,8 @@ use std::error::Error;
 use std::pin::Pin;
 use std::time::{Duration, Instant};
 
+use crate::quantiles::{median, quantile, sorted};
+
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// The least number of rounds, however short the time.
@@ -171,26 +173,4 @@ impl Figures {
 
 pub(crate) fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
-}
-
-pub(crate) fn median(values: impl Iterator<Item = f64>) -> f64 {
-    quantile(&sorted(values), 0.5)
-}
-
-fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values
-}
-
-#[expect(
-    clippy::as_conversions,
-    clippy::cast_possible_truncation,
-    clippy::cast_precision_loss,
-    clippy::cast_sign_loss,
-    reason = "an index into a few thousand values"
-)]
-fn quantile(sorted: &[f64], share: f64) -> f64 {
-    let last = sorted.len().saturating_sub(1);
-    sorted.get((last as f64 * share).round() as usize).copied().unwrap_or(f64::NAN)
 }

@@ -10,8 +10,9 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
+use crate::quantiles::median;
 use crate::report::{self, Goal};
-use crate::rounds::{Part, Result, Side, compare, median};
+use crate::rounds::{Part, Result, Side, compare};
 use crate::scene::Scene;
 
 /// The library's own statements.

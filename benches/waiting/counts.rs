@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use fencepost::{HeldLease, Lease, Wait};
 use tokio::task::JoinSet;
 
-use crate::figures::{Result, median, verdict};
+use crate::figures::{Result, verdict};
 use crate::processes::{Process, tell_all};
+use crate::quantiles::median;
 use crate::scene::{Log, Scene, Sent};
 use crate::sides::{self, ONCE};
 

@@ -48,6 +48,8 @@
 mod counts;
 mod figures;
 mod processes;
+#[path = "../shared/quantiles.rs"]
+mod quantiles;
 mod scene;
 mod sides;
 
