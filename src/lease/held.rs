@@ -65,7 +65,7 @@ impl HeldLease {
     /// process may have been paused; a write that must not be late goes through [`begin`](Self::begin).
     #[must_use]
     pub fn is_held(&self) -> bool {
-        self.held.loss().is_none() && !self.held.trusted_until().has_passed()
+        self.held.is_held()
     }
 
     /// How long it is certainly held if nothing more is heard from the database; zero if it is not. It grows

@@ -123,6 +123,11 @@ impl Held {
         set_once(&self.lost, reason);
     }
 
+    /// By the clock, whoever has or has not noticed yet that the deadline has passed.
+    pub(crate) fn is_held(&self) -> bool {
+        self.loss().is_none() && !self.trusted_until().has_passed()
+    }
+
     /// Until when it may be relied on, if nothing is heard.
     pub(crate) fn trusted_until(&self) -> Moment {
         let life = self.life.trusted_until();
@@ -255,6 +260,25 @@ mod tests {
         life.trust_until(now.after(Duration::from_mins(1)));
         life.lose(LossReason::Unreachable);
         assert_eq!((life.loss(), life.lost().await), (Some(LossReason::Expired), LossReason::Expired));
+    }
+
+    // C15: held means confirmed recently enough, not that nobody has said otherwise.
+    #[test]
+    fn past_its_deadline_nothing_is_held_though_nobody_has_declared_it_lost() {
+        let now = Moment::now();
+        let held = |trusted_until, cap| {
+            let life = Arc::new(Life::new(Uuid::nil(), trusted_until, Duration::ZERO));
+            let grant = Grant::new(crate::token::FencingToken::new(1).unwrap(), GrantId::fresh());
+            Held::new(LockName::new("report").unwrap(), grant, life, cap)
+        };
+        let later = now.after(Duration::from_mins(1));
+        assert!(held(later, None).is_held() && held(later, Some(later)).is_held());
+        let over = held(now, None);
+        assert!(!over.is_held() && over.loss().is_none());
+        assert!(!held(later, Some(now)).is_held());
+        let declared = held(later, None);
+        declared.lose(LossReason::Released);
+        assert!(!declared.is_held());
     }
 
     #[test]
