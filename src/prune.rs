@@ -23,15 +23,14 @@ pub struct Pruned {
 /// deleted. Nothing that is held is touched.
 ///
 /// # Errors
-/// [`Error::Misuse`] for more than 1,000 years; [`Error::Database`] with SQLSTATE 55P03, which
-/// [`is_retryable`](Error::is_retryable), if somebody was acquiring or releasing at this moment: it does not
-/// wait for them. It needs `READ COMMITTED`.
+/// [`Error::Misuse`] for more than 1,000 years; [`Error::Database`] with SQLSTATE LK004 in a transaction that is not
+/// `READ COMMITTED`.
 ///
 /// # Cancel safety
 /// It happens or not.
 ///
 /// # Database
-/// One statement; locks the table of leases against writes while it runs, fences pass.
+/// One statement. It waits for nobody: what somebody is at, or writes under, is skipped and there the next time.
 pub async fn prune(conn: &mut PgConnection, older_than: Duration) -> Result<Pruned> {
     const MOST: Duration = Duration::from_hours(8_760_000);
     if older_than > MOST {
