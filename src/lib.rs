@@ -42,6 +42,7 @@ pub mod testing;
 
 mod clock;
 mod lease;
+mod mistake;
 mod name;
 mod owner;
 mod pooler;
