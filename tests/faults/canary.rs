@@ -22,10 +22,15 @@ pub(crate) struct Canary {
     change: Change,
 }
 
+/// What is right, and what is put in its place.
+type Parts = &'static [(&'static str, &'static str)];
+
 #[derive(Clone, Copy, Debug)]
 enum Change {
     /// Parts of the text of a function.
-    Function(&'static str, &'static [(&'static str, &'static str)]),
+    Function(&'static str, Parts),
+    /// Of several.
+    Functions(&'static [(&'static str, Parts)]),
     /// How many tokens a session draws ahead.
     Cache(i64),
     /// The library in the workers' processes.
@@ -39,7 +44,7 @@ pub(crate) const NO_FENCE: Canary = Canary {
     mistake: "a fence without its lock and without comparing the pair",
     made_by: "macro-inc/macro#6026",
     breaks: "I2",
-    cell: &cell::CLIENT_PAUSED,
+    cell: &cell::EVERYTHING,
     change: Change::Function(
         "fencepost.fence",
         &[
@@ -198,17 +203,31 @@ pub(crate) const RELEASE_BY_NAME: Canary = Canary {
     ),
 };
 
-/// A takeover finds the owner dead and does not write it down; a heartbeat in flight then succeeds. The time
-/// between the look and the takeover's end is stretched.
+/// A takeover finds the owner dead and neither locks its row nor writes that down: a heartbeat in flight succeeds.
+/// The time in which one is in flight is stretched.
 pub(crate) const NO_MARK: Canary = Canary {
     mistake: "a takeover that leaves the dead owner unmarked",
     made_by: "oban-bg/oban#1488",
-    breaks: "I4",
-    cell: &cell::SLOW_NETWORK,
-    change: Change::Function(
-        "fencepost.acquire",
-        &[("UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_lease.owner;", "NULL;")],
-    ),
+    breaks: "I5",
+    cell: &cell::CLIENT_PAUSED,
+    change: Change::Functions(&[
+        (
+            "fencepost.acquire",
+            &[
+                ("WHERE o.id = v_lease.owner FOR NO KEY UPDATE;", "WHERE o.id = v_lease.owner;"),
+                ("UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_lease.owner;", "NULL;"),
+            ],
+        ),
+        (
+            "fencepost.heartbeat",
+            &[(
+                "RETURNING o.expires_at - clock_timestamp(), o.revocations;",
+                "RETURNING o.expires_at - clock_timestamp(), o.revocations;\n    \
+                 PERFORM pg_sleep(0.9 * date_part('epoch', o.ttl)) FROM fencepost.owners o \
+                 WHERE o.id = p_owner AND random() < 0.15;",
+            )],
+        ),
+    ]),
 };
 
 /// A release takes the lock that an open fence does not let pass.
@@ -304,21 +323,33 @@ impl Canary {
     pub(crate) async fn install(&self, pool: &PgPool) {
         let wrong = match self.change {
             Change::Client(_) | Change::Worker(_) => return,
-            Change::Function(function, replace) => {
-                let right = sqlx::query_scalar("SELECT pg_get_functiondef($1::regproc)").bind(function);
-                let mut text: String = right.fetch_one(pool).await.unwrap();
-                for (from, to) in replace {
-                    assert!(text.contains(from), "{function} has not {from:?} any more: adapt the canary");
-                    text = text.replace(from, to);
+            Change::Function(function, parts) => vec![wrong(pool, function, parts).await],
+            Change::Functions(functions) => {
+                let mut all = Vec::new();
+                for (function, parts) in functions {
+                    all.push(wrong(pool, function, parts).await);
                 }
-                text
+                all
             }
             Change::Cache(size) => {
                 let right = "SELECT cache_size FROM pg_sequences WHERE sequencename = 'fencing_token'";
                 assert_eq!(sqlx::query_scalar::<_, i64>(right).fetch_one(pool).await.unwrap(), 1);
-                format!("ALTER SEQUENCE fencepost.fencing_token CACHE {size}")
+                vec![format!("ALTER SEQUENCE fencepost.fencing_token CACHE {size}")]
             }
         };
-        sqlx::raw_sql(AssertSqlSafe(wrong)).execute(pool).await.unwrap();
+        for wrong in wrong {
+            sqlx::raw_sql(AssertSqlSafe(wrong)).execute(pool).await.unwrap();
+        }
     }
+}
+
+/// The function with these parts replaced.
+async fn wrong(pool: &PgPool, function: &str, parts: Parts) -> String {
+    let right = sqlx::query_scalar("SELECT pg_get_functiondef($1::regproc)").bind(function);
+    let mut text: String = right.fetch_one(pool).await.unwrap();
+    for (from, to) in parts {
+        assert!(text.contains(from), "{function} has not {from:?} any more: adapt the canary");
+        text = text.replace(from, to);
+    }
+    text
 }

@@ -182,21 +182,21 @@ pub(crate) const BLACK_HOLE: Cell = Cell {
 
 pub(crate) const SLOW_NETWORK: Cell = Cell {
     name: "slow network",
-    how: "a proxy delays each request by up to 0.6 ttl",
+    how: "proxies delay what is asked or answered by up to 0.3 ttl, and now and then pass nothing",
     ttl: (150, 300),
     setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
-    faults: &[(1, Fault::Slow)],
+    faults: &[(2, Fault::Slow), (1, Fault::BlackHole)],
     ..TRYING
 };
 
 pub(crate) const LINK_LOST: Cell = Cell {
     name: "link lost",
-    how: "the link is down for 0.5 to 2 s, in a network namespace of its own: TCP itself loses packets",
+    how: "the link is down for 0.3 to 1.5 s, in a network namespace of its own: TCP itself loses packets",
     ttl: (200, 500),
     seconds: 6,
     setting: Setting { way: Way::Link, ..Setting::PLAIN },
     faults: &[(1, Fault::CutLink)],
-    every: (300, 800),
+    every: (500, 1_500),
     ..TRYING
 };
 
@@ -207,7 +207,7 @@ pub(crate) const CRASH: Cell = Cell {
     seconds: 6,
     setting: Setting { server: &[("synchronous_commit", "on")], ..Setting::PLAIN },
     faults: &[(1, Fault::Crash)],
-    every: (600, 1_200),
+    every: (1_000, 2_000),
     ..TRYING
 };
 
@@ -235,7 +235,7 @@ pub(crate) const CARELESS_ROLE: Cell = Cell {
         ..Setting::PLAIN
     },
     faults: CRASH.faults,
-    every: CRASH.every,
+    every: (400, 800),
     pauses: false,
     ..TRYING
 };
@@ -268,9 +268,12 @@ pub(crate) const FAILOVER: Cell = Cell {
 
 pub(crate) const FAILOVER_LOSSY: Cell = Cell {
     name: "failover, asynchronous",
-    how: "the standby has stopped receiving for a while when it is promoted: commits are lost",
+    how: "the standby has stopped receiving when it is promoted: commits are lost, their tokens are issued again, and then their paused holders wake up",
     ttl: (2_000, 3_000),
+    habits: Habits { dozes: true, ..Habits::PLAIN },
     setting: Setting { standby: Some(false), ..FAILOVER.setting },
+    pauses: false,
+    needs: &["grants", "fenced writes"],
     suspended: &[
         ("I1", "a token of a lost grant may be issued again, with another grant id"),
         ("I4", "whoever holds a lost grant is told within its ttl; its fenced writes are refused at once"),
@@ -291,7 +294,7 @@ pub(crate) const STARVED: Cell = Cell {
     name: "application runtime starved",
     how: "the only worker thread is blocked for 1.5 ttl while it holds",
     ttl: (1_500, 2_000),
-    seconds: 8,
+    seconds: 6,
     habits: Habits { starves: true, ..Habits::PLAIN },
     faults: &[],
     pauses: false,
@@ -311,7 +314,6 @@ pub(crate) const POOLER: Cell = Cell {
     name: "transaction-mode pooler",
     how: "PgBouncer with 8 server sessions for all; its sessions are ended",
     ttl: (300, 600),
-    habits: Habits { unprepared: true, ..Habits::PLAIN },
     setting: Setting { way: Way::Pooler, ..Setting::PLAIN },
     faults: &[(1, Fault::EndSession(Session::Any))],
     every: (100, 300),
@@ -330,7 +332,7 @@ pub(crate) const ISOLATION: Cell = Cell {
 pub(crate) const CANCELLED: Cell = Cell {
     name: "cancelled futures",
     how: "acquires dropped after 1 to 3 polls or up to a second, in line",
-    ttl: (2_000, 3_000),
+    ttl: (1_000, 1_500),
     habits: Habits { impatient: true, ..WAITING.habits },
     faults: &[],
     calm: true,

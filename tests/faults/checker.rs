@@ -89,7 +89,7 @@ pub(crate) struct Facts {
     pub(crate) line: Vec<Event>,
     /// How many nanoseconds the clock of the records is ahead of the line's.
     pub(crate) clock: i64,
-    /// Owners that were dead and lived again.
+    /// Owners that were found dead and lived on.
     pub(crate) revived: Vec<String>,
     /// When a primary was left with commits that its successor has not.
     pub(crate) failed_over: Option<u64>,
@@ -356,6 +356,12 @@ fn nothing_after_a_later_grant(facts: &Facts, steps: &[Step], grants: &Grants, r
     // Grants of a primary that was left may never have been.
     let lasting = |grant: &Grant| facts.failed_over.is_none_or(|failed| grant.answered > failed);
     let later = Later::new(grants, lasting);
+    let before_failover: HashSet<(i32, i64)> = grants
+        .values()
+        .flatten()
+        .filter(|grant| !lasting(grant))
+        .map(|grant| (grant.process, grant.token))
+        .collect();
     for step in steps {
         let (rule, until, stands) = match step.kind {
             Kind::Believe => {
@@ -375,7 +381,13 @@ fn nothing_after_a_later_grant(facts: &Facts, steps: &[Step], grants: &Grants, r
             report.break_rule(rule, format!("{step:?}, relied on until {until}: told of its loss at {told}"));
         }
         if let Some(token) = step.token.filter(|_| stands)
-            && let Some(later) = later.than(&step.name, token).filter(|later| later.answered < until)
+            && let Some(later) = if before_failover.contains(&(step.process, token)) {
+                // Whatever its number: somebody else had it after that.
+                later.first(&step.name)
+            } else {
+                later.than(&step.name, token)
+            }
+            && later.answered < until
         {
             report.break_rule(rule, format!("{step:?}, relied on until {until}: later was {later:?}"));
         }
@@ -400,6 +412,11 @@ impl Later {
         Self(grants.iter().map(|(name, grants)| (name.clone(), of_name(grants))).collect())
     }
 
+    /// The grant of this name that was answered first.
+    fn first(&self, name: &str) -> Option<Grant> {
+        self.0.get(name)?.last().map(|(_, first)| *first)
+    }
+
     fn than(&self, name: &str, token: i64) -> Option<Grant> {
         let by_token = self.0.get(name)?;
         let larger = by_token.partition_point(|(of, _)| *of > token);
@@ -417,9 +434,9 @@ fn holders_know_in_time(facts: &Facts, grants: &Grants, report: &mut Report) {
     for stop in &facts.stops {
         let Some((records, known)) = of_process.get(&stop.process).zip(stop.known_from()) else { continue };
         let bound = known + u64::try_from(SIGNAL_WITHIN.as_nanos()).unwrap();
-        let again = facts.stops.iter().filter(|s| s.process == stop.process && s.outage == Outage::Stood);
-        let undisturbed =
-            again.filter(|s| s.woken > known && s.stood > stop.stood).map(|stop| stop.stood).min();
+        let stood = facts.stops.iter().filter(|s| s.process == stop.process && s.outage == Outage::Stood);
+        let others = stood.filter(|s| s.stood != stop.stood && s.woken > stop.stood);
+        let undisturbed = others.map(|other| other.stood).min();
         let undisturbed = undisturbed.unwrap_or(u64::MAX);
         let last = records.last().map_or(0, |record| record.at);
         for grant in
@@ -455,7 +472,7 @@ fn holders_know_in_time(facts: &Facts, grants: &Grants, report: &mut Report) {
 /// I5: what was told of its death stays dead.
 fn dead_is_final(facts: &Facts, report: &mut Report) {
     for owner in &facts.revived {
-        report.break_rule("I5", format!("the dead owner {owner} lives again"));
+        report.break_rule("I5", format!("the dead owner {owner} lives on"));
     }
 }
 
@@ -467,8 +484,11 @@ fn nothing_is_lost_without_a_reason(facts: &Facts, grants: &Grants, report: &mut
     for _ in grants.values().flatten() {
         report.judged("I12");
     }
-    let alarm = |record: &&Record| {
-        record.kind == Kind::Lost || (record.kind == Kind::Acquire && record.phase == Phase::Unknown)
+    let alarm = |record: &&Record| match record.kind {
+        Kind::Lost => true,
+        Kind::Acquire | Kind::Write => record.phase == Phase::Unknown,
+        Kind::End => record.why.as_ref().is_some_and(|why| why.starts_with("Err")),
+        _ => false,
     };
     for record in facts.records.iter().filter(alarm) {
         report.break_rule("I12", format!("nothing has happened, and yet: {record:?}"));

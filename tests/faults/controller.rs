@@ -40,13 +40,25 @@ const TABLES: &str = "\
     CREATE TABLE twin (name text PRIMARY KEY, value bigint NOT NULL); \
     CREATE TABLE log (name text, token bigint, value bigint, process integer, op bigint)";
 
-/// Where the database writes down what only it sees: a dead owner that lives again.
+/// The database writes down what only it sees: an owner that lives on though it was found dead and something was
+/// taken over from it. Looked at when the heartbeat commits, since it may have begun before that.
 const WATCH: &str = "\
+    CREATE TABLE taken_from (owner uuid); CREATE INDEX ON taken_from (owner); \
     CREATE TABLE revived (owner uuid); \
-    CREATE FUNCTION note_revival() RETURNS trigger LANGUAGE plpgsql AS \
-        'BEGIN INSERT INTO public.revived VALUES (NEW.id); RETURN NULL; END'; \
-    CREATE TRIGGER note_revival AFTER UPDATE ON fencepost.owners FOR EACH ROW \
-        WHEN (OLD.expires_at = 'epoch' AND NEW.expires_at > OLD.expires_at) EXECUTE FUNCTION note_revival()";
+    CREATE FUNCTION note_takeover() RETURNS trigger LANGUAGE plpgsql AS \
+        'BEGIN INSERT INTO public.taken_from VALUES (OLD.owner); RETURN NULL; END'; \
+    CREATE TRIGGER note_takeover AFTER UPDATE ON fencepost.leases FOR EACH ROW \
+        WHEN (OLD.released_at IS NULL AND OLD.expires_at IS NULL AND NEW.grant_id <> OLD.grant_id) \
+        EXECUTE FUNCTION note_takeover(); \
+    CREATE FUNCTION note_revival() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS \
+        'BEGIN \
+            IF OLD.expires_at = ''epoch'' OR EXISTS (SELECT FROM public.taken_from t WHERE t.owner = NEW.id) THEN \
+                INSERT INTO public.revived VALUES (NEW.id); \
+            END IF; \
+            RETURN NULL; \
+        END'; \
+    CREATE CONSTRAINT TRIGGER note_revival AFTER UPDATE ON fencepost.owners DEFERRABLE INITIALLY DEFERRED \
+        FOR EACH ROW WHEN (NEW.expires_at > OLD.expires_at) EXECUTE FUNCTION note_revival()";
 
 /// What to run.
 #[derive(Clone, Copy, Debug)]
@@ -156,12 +168,22 @@ async fn inject(
     let mut dice = Dice::new(plan.seed ^ 0x5eed);
     let mut faults = BTreeMap::new();
     let mut striking = JoinSet::new();
-    let end = Instant::now() + plan.length;
-    let mut next = Instant::now() + Duration::from_millis(300);
-    while Instant::now() < end {
+    let began = Instant::now();
+    let mut next = began + Duration::from_millis(300);
+    // On a slow machine, or by bad luck, for longer: until it has shown something.
+    let longest = if plan.canary.is_some() { plan.length } else { plan.length * 4 };
+    loop {
+        let end = began + if wanted(cell, &faults).is_empty() { plan.length } else { longest };
+        if Instant::now() >= end {
+            break;
+        }
         tokio::select! {
             Some((target, ask)) = asked.recv() => {
-                if cell.pauses && fleet.stopped() < MOST_STOPPED {
+                if fleet.stopped() >= MOST_STOPPED {
+                    fleet.refuse(target);
+                } else if fleet.is_losing() {
+                    striking.spawn(stop_until_its_token_is_issued_again(Arc::clone(fleet), target, ask));
+                } else if cell.pauses {
                     striking.spawn(stop_where_it_hurts(Arc::clone(fleet), target, ask));
                 } else {
                     fleet.refuse(target);
@@ -196,6 +218,15 @@ async fn inject(
     faults
 }
 
+/// What has not happened yet of what has to.
+pub(crate) fn wanted(cell: &Cell, faults: &BTreeMap<&'static str, u64>) -> Vec<&'static str> {
+    let pauses: &[&str] = &["paused in an unfenced write", "paused in a fenced transaction"];
+    let mut wanted: Vec<&str> = if cell.pauses { pauses.to_vec() } else { Vec::new() };
+    wanted.extend(cell.faults.iter().map(|(_, fault)| fault.name()));
+    wanted.retain(|fault| !faults.contains_key(fault));
+    wanted
+}
+
 fn draw(cell: &Cell, dice: &mut Dice) -> Option<Fault> {
     let all: u64 = cell.faults.iter().map(|(share, _)| share).sum();
     let mut roll = if all == 0 { 0 } else { dice.below(all) };
@@ -221,6 +252,33 @@ async fn stop_where_it_hurts(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Opt
         (true, Place::Twin) => "paused in an unfenced write",
         (true, Place::Idle) => "paused holding",
     })
+}
+
+/// Its grant will be lost in a failover; stopped until somebody else has been granted that token or a larger one.
+async fn stop_until_its_token_is_issued_again(
+    fleet: Arc<Fleet>,
+    target: Target,
+    ask: Ask,
+) -> Option<&'static str> {
+    let Some(stood) = fleet.stop(target).await else {
+        fleet.refuse(target);
+        return None;
+    };
+    let again = async {
+        loop {
+            // The old primary still has the grant itself.
+            let again = "SELECT token >= $2 AND token || '/' || grant_id <> $3 AND released_at IS NULL \
+                         FROM fencepost.leases WHERE name = $1";
+            let again = sqlx::query_scalar(again).bind(&ask.name).bind(ask.token).bind(&ask.grant);
+            if again.fetch_one(&fleet.stage().pool()).await.unwrap_or(false) {
+                return;
+            }
+            sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let again = timeout(BLOCKED_FOR, again).await.is_ok();
+    fleet.wake(target, stood, true);
+    again.then_some("paused over a failover")
 }
 
 async fn overtaken(fleet: &Fleet, ask: &Ask) {

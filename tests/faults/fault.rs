@@ -25,7 +25,7 @@ pub(crate) enum Fault {
     CutAnswer(&'static str),
     /// Nothing passes between one worker and the server for 0.3 to 3 ttl.
     BlackHole,
-    /// What one worker asks arrives up to 0.6 ttl later, from now on.
+    /// What one worker asks, or what it is answered, arrives up to 0.3 ttl later, from now on.
     Slow,
     /// The link is down.
     CutLink,
@@ -133,13 +133,21 @@ impl Fault {
             Self::BlackHole => black_hole(&fleet, &mut dice).await,
             Self::Slow => {
                 let (place, ttl) = fleet.any_ttl()?;
-                stage.proxy(place).slow(ttl * u32::try_from(dice.between(0, 60)).ok()? / 100);
+                // Some are quick: they take over what the others are too slow to keep.
+                let (asking, answering) = match dice.below(10) {
+                    0..4 => (0, 0),
+                    4..7 => (dice.between(0, 30), 0),
+                    _ => (0, dice.between(15, 30)),
+                };
+                let [asking, answering] =
+                    [asking, answering].map(|percent| ttl * u32::try_from(percent).unwrap_or(0) / 100);
+                stage.proxy(place).slow(asking, answering);
                 Some(())
             }
             Self::CutLink => {
                 link::set_up(false);
                 let from = now();
-                sleep(Duration::from_millis(dice.between(500, 2_000))).await;
+                sleep(Duration::from_millis(dice.between(300, 1_500))).await;
                 let until = now();
                 link::set_up(true);
                 fleet.all_cut_off((from, until));
@@ -156,7 +164,12 @@ impl Fault {
                 Some(())
             }
             Self::FailOver => {
-                let outage = stage.fail_over(Duration::from_millis(dice.between(500, 900))).await?;
+                let loss = async {
+                    fleet.set_losing(true);
+                    sleep(Duration::from_millis(dice.between(300, 600))).await;
+                };
+                let outage = stage.fail_over(loss).await?;
+                fleet.set_losing(false);
                 fleet.failed_over(outage);
                 Some(())
             }
@@ -184,11 +197,17 @@ impl Fault {
     }
 }
 
+/// From a third of a ttl to three; in half of the cases close to the moment that decides.
+fn for_a_while(ttl: Duration, dice: &mut Dice) -> Duration {
+    let percent = if dice.percent(50) { dice.between(60, 120) } else { dice.between(30, 300) };
+    ttl * u32::try_from(percent).unwrap_or(100) / 100
+}
+
 async fn pause(fleet: &Fleet, dice: &mut Dice) -> Option<()> {
     let target = fleet.any_to_stop()?;
     let ttl = fleet.ttl(target)?;
     let stood = fleet.stop(target).await?;
-    sleep(ttl * u32::try_from(dice.between(30, 300)).ok()? / 100).await;
+    sleep(for_a_while(ttl, dice)).await;
     fleet.wake(target, stood, false);
     Some(())
 }
@@ -226,7 +245,7 @@ async fn black_hole(fleet: &Fleet, dice: &mut Dice) -> Option<()> {
     let proxy = fleet.stage().proxy(place);
     proxy.black_hole(true);
     let from = now();
-    sleep(ttl * u32::try_from(dice.between(30, 300)).ok()? / 100).await;
+    sleep(for_a_while(ttl, dice)).await;
     let until = now();
     proxy.black_hole(false);
     fleet.cut_off(target, (from, until));

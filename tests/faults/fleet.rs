@@ -5,6 +5,7 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -58,6 +59,8 @@ pub(crate) struct Fleet {
     /// Taken by the fault that concerns everybody, one at a time.
     server_fault: tokio::sync::Mutex<()>,
     failover: Mutex<Option<u64>>,
+    /// What is committed now will be lost.
+    losing: AtomicBool,
     folder: PathBuf,
     names: Vec<String>,
     plan: Plan,
@@ -85,7 +88,7 @@ impl Fleet {
         };
         let (workers, started, stops) = (Mutex::default(), Mutex::new(0), Mutex::default());
         let (dice, failed, failover) = (Mutex::new(Dice::new(plan.seed)), Mutex::default(), Mutex::default());
-        let server_fault = tokio::sync::Mutex::default();
+        let (server_fault, losing) = (tokio::sync::Mutex::default(), AtomicBool::new(false));
         Ok(Self {
             workers,
             dice,
@@ -96,6 +99,7 @@ impl Fleet {
             stage,
             server_fault,
             failover,
+            losing,
             folder,
             names,
             plan,
@@ -265,6 +269,14 @@ impl Fleet {
             })
             .collect::<Vec<_>>();
         lock(&self.stops).extend(stops);
+    }
+
+    pub(crate) fn is_losing(&self) -> bool {
+        self.losing.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn set_losing(&self, losing: bool) {
+        self.losing.store(losing, Ordering::SeqCst);
     }
 
     pub(crate) fn failed_over(&self, outage: (u64, u64)) {

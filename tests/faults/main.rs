@@ -47,7 +47,6 @@ use crate::canary::Canary;
 use crate::cell::Cell;
 use crate::checker::Report;
 use crate::controller::{Outcome, Plan};
-use crate::fault::Fault;
 use crate::report::Finding;
 use crate::stage::Way;
 use crate::worker::Mode;
@@ -203,26 +202,21 @@ async fn holds(test: &str, cell: &'static Cell) -> Finding {
 /// It was a run with all its faults, no process ended badly, and the twin was lost without its fence.
 fn shown(cell: &Cell, outcome: &Outcome, report: &Report) {
     assert!(outcome.failed.is_empty(), "{:?}", outcome.failed);
-    for (_, fault) in cell.faults {
-        assert!(outcome.faults.contains_key(fault.name()), "did not happen: {}", fault.name());
-    }
+    let missing = controller::wanted(cell, &outcome.faults);
+    assert!(missing.is_empty(), "did not happen: {missing:?}");
     for what in cell.needs {
         assert!(report.count(what) >= 3, "only {} {what}", report.count(what));
     }
     if cell.pauses {
         assert!(report.twin_lost > 0, "blind: the unfenced twin has lost nothing");
     }
-    if cell.pauses && cell.faults.iter().any(|(_, fault)| *fault == Fault::Pause) {
-        for place in ["paused in a fenced transaction", "paused in an unfenced write"] {
-            assert!(outcome.faults.contains_key(place), "did not happen: {place}");
-        }
-    }
 }
 
 /// In one of a few short runs; most often in the first.
 async fn notices(canary: Canary) -> Finding {
     let seed = seed();
-    let length = SHORT.max(canary.cell.setting.standby.map_or(SHORT, |_| canary.cell.length()));
+    // A failover, and a crash, needs its time.
+    let length = if canary.cell.forgets() { canary.cell.length() } else { SHORT };
     for round in 0..TRIES {
         let plan = Plan { cell: canary.cell, seed: seed.wrapping_add(round), length, canary: Some(canary) };
         let (outcome, report) = match judge(plan).await {

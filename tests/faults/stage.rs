@@ -155,7 +155,7 @@ impl Stage {
     pub(crate) fn clear(&self) {
         for proxy in &self.proxies {
             proxy.black_hole(false);
-            proxy.slow(Duration::ZERO);
+            proxy.slow(Duration::ZERO, Duration::ZERO);
             proxy.cut_nothing();
         }
     }
@@ -184,7 +184,9 @@ impl Stage {
 
     /// The primary is gone for ever, and the standby is the database from now on. Once; from when to when nobody can
     /// have had an answer.
-    pub(crate) async fn fail_over(&self, length_of_loss: Duration) -> Option<(u64, u64)> {
+    ///
+    /// What the primary commits in the time of the loss, if there is one, the standby does not get.
+    pub(crate) async fn fail_over(&self, loss: impl Future<Output = ()>) -> Option<(u64, u64)> {
         let standby = self.standby.as_ref()?;
         let old = self.server();
         if Arc::ptr_eq(&old, &standby.server) {
@@ -194,7 +196,14 @@ impl Stage {
         if !standby.synchronous {
             sqlx::raw_sql("ALTER SYSTEM SET primary_conninfo = ''").execute(&next).await.unwrap();
             sqlx::raw_sql("SELECT pg_reload_conf()").execute(&next).await.unwrap();
-            tokio::time::sleep(length_of_loss).await;
+            let gone = "SELECT NOT EXISTS (SELECT FROM pg_stat_replication)";
+            until_asked(&self.pool(), "the standby follows no more", gone).await;
+            // The worst moment: the log has reserved tokens ahead for the standby; from the next one on, those that
+            // are drawn now are drawn there again.
+            let reserved = "SELECT nextval('fencepost.fencing_token') \
+                            FROM generate_series(1, (SELECT log_cnt FROM fencepost.fencing_token))";
+            sqlx::query(reserved).execute(&self.pool()).await.unwrap();
+            loss.await;
         }
         block_in_place(|| old.crash()).unwrap();
         let from = now();

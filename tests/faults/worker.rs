@@ -72,10 +72,10 @@ pub(crate) struct Habits {
     pub(crate) hogs: bool,
     /// Its own commits are durable, whatever its role says.
     pub(crate) durable: bool,
-    /// Prepares no statement, for a pooler.
-    pub(crate) unprepared: bool,
     /// Rolls back to savepoints in its fenced transactions.
     pub(crate) savepoints: bool,
+    /// Asks to be stopped whenever it holds.
+    pub(crate) dozes: bool,
     /// Gives most of its acquires up.
     pub(crate) impatient: bool,
     /// Has a wall clock that somebody sets.
@@ -88,8 +88,8 @@ impl Habits {
         starves: false,
         hogs: false,
         durable: false,
-        unprepared: false,
         savepoints: false,
+        dozes: false,
         impatient: false,
         false_clock: false,
     };
@@ -129,6 +129,7 @@ pub(crate) struct Ask {
     pub(crate) place: Place,
     pub(crate) name: String,
     pub(crate) token: i64,
+    pub(crate) grant: String,
     /// What was read, for [`Place::Twin`].
     pub(crate) value: i64,
 }
@@ -158,7 +159,6 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         .unwrap()
         .application_name(APPLICATION)
         .disable_statement_logging();
-    let options = if orders.habits.unprepared { options.statement_cache_capacity(0) } else { options };
     let durable = orders.habits.durable;
     let pool = PgPoolOptions::new()
         .max_connections(orders.habits.connections)
@@ -306,6 +306,11 @@ impl Worker {
                 let step = self.dice.borrow_mut().below(100);
                 match step {
                     _ if self.troubled() => self.trouble(&held).await,
+                    _ if self.orders.habits.dozes => {
+                        self.ask_to_be_stopped(Place::Idle, &held, 0).await;
+                        self.fenced_write(&held).await;
+                        sleep(self.think(10, 40)).await;
+                    }
                     0..55 => self.fenced_write(&held).await,
                     55..85 => self.twin(&held).await,
                     85..93 => {
@@ -317,9 +322,20 @@ impl Worker {
                 }
                 self.look(&held);
             }
+            // Some hold on for a while, so that a fault finds them at any moment of a ttl.
+            if self.percent(30) {
+                let ttl = u64::try_from(self.orders.ttl.as_millis()).unwrap();
+                sleep(self.think(0, ttl)).await;
+            }
             done.notify_one();
         };
-        tokio::join!(self.watch_loss(&held, &done), steps);
+        let steps_watched = async {
+            tokio::select! {
+                () = steps => {}
+                () = self.look_on(&held) => unreachable!("it looks for ever"),
+            }
+        };
+        tokio::join!(self.watch_loss(&held, &done), steps_watched);
         let drop_it = self.percent(40);
         self.give_back(held, drop_it).await;
     }
@@ -349,6 +365,14 @@ impl Worker {
         }
         let record = self.record(self.next_op(), Kind::Trouble, Phase::Ok, held.name().as_str());
         self.history.write(&record.token(held.token().as_i64()));
+    }
+
+    /// Also while a step takes long.
+    async fn look_on(&self, held: &HeldLease) {
+        loop {
+            sleep(self.think(3, 10)).await;
+            self.look(held);
+        }
     }
 
     async fn watch_loss(&self, held: &HeldLease, done: &Notify) {
@@ -448,10 +472,9 @@ impl Worker {
     /// The read-modify-write, which nothing but the fence protects: a plain read.
     async fn write_in(&self, tx: &mut PgTransaction<'_>, held: &HeldLease, op: i64) -> sqlx::Result<i64> {
         let (name, token) = (held.name().as_str(), held.token().as_i64());
-        let read: i64 = sqlx::query_scalar("SELECT value FROM counter WHERE name = $1")
-            .bind(name)
-            .fetch_one(&mut **tx)
-            .await?;
+        // All as text: through a pooler, sqlx's prepared statements may be another session's. (The names are ours.)
+        let read = format!("SELECT value FROM counter WHERE name = '{name}'");
+        let read: i64 = sqlx::raw_sql(AssertSqlSafe(read)).fetch_one(&mut **tx).await?.try_get(0)?;
         if self.orders.habits.savepoints && self.percent(50) {
             sqlx::raw_sql("SAVEPOINT attempt; UPDATE counter SET value = -1; ROLLBACK TO attempt")
                 .execute(&mut **tx)
@@ -462,19 +485,13 @@ impl Worker {
         } else {
             sleep(self.think(0, 3)).await;
         }
-        sqlx::query("UPDATE counter SET value = $2 WHERE name = $1")
-            .bind(name)
-            .bind(read + 1)
-            .execute(&mut **tx)
-            .await?;
-        sqlx::query("INSERT INTO log (name, token, value, process, op) VALUES ($1, $2, $3, $4, $5)")
-            .bind(name)
-            .bind(token)
-            .bind(read + 1)
-            .bind(self.orders.process)
-            .bind(op)
-            .execute(&mut **tx)
-            .await?;
+        let process = self.orders.process;
+        let write = format!(
+            "UPDATE counter SET value = {0} WHERE name = '{name}'; \
+             INSERT INTO log (name, token, value, process, op) VALUES ('{name}', {token}, {0}, {process}, {op})",
+            read + 1
+        );
+        sqlx::raw_sql(AssertSqlSafe(write)).execute(&mut **tx).await?;
         Ok(read + 1)
     }
 
@@ -487,13 +504,12 @@ impl Worker {
         let (name, token) = (held.name().as_str(), held.token().as_i64());
         let record = |phase| self.record(op, Kind::Twin, phase, name).token(token);
         self.history.write(&record(Phase::Invoke));
-        // As text: a pooler may run the parts of a prepared statement on two sessions. (The names are ours.)
         let read = format!("SELECT value FROM twin WHERE name = '{name}'");
         let read = match sqlx::raw_sql(AssertSqlSafe(read)).fetch_one(&self.pool).await {
             Ok(read) => read.get::<i64, _>(0),
             Err(error) => return self.history.write(&record(Phase::Fail).why(error.to_string())),
         };
-        if self.percent(8) && held.is_held() {
+        if self.percent(15) && held.is_held() {
             self.ask_to_be_stopped(Place::Twin, held, read).await;
         } else {
             sleep(self.think(0, 3)).await;
@@ -528,7 +544,8 @@ impl Worker {
 
     /// Stands still here, with its owner beating on, until it has been stopped for long and told to go on.
     async fn ask_to_be_stopped(&self, place: Place, held: &HeldLease, value: i64) {
-        let ask = Ask { place, name: held.name().to_string(), token: held.token().as_i64(), value };
+        let (name, token, grant) = (held.name().to_string(), held.token().as_i64(), held.grant().to_string());
+        let ask = Ask { place, name, token, grant, value };
         let mut quitting = self.quitting.clone();
         println!("{ASK}{}", serde_json::to_string(&ask).unwrap());
         tokio::select! {

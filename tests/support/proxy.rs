@@ -26,8 +26,8 @@ struct State {
     /// What is delivered next, and its answer is not: the connection ends.
     cut: std::sync::Mutex<Option<Cut>>,
     cuts: AtomicU64,
-    /// How many milliseconds later what asks for an answer arrives.
-    delay: AtomicU64,
+    /// How many milliseconds later arrives what asks for an answer, and what answers.
+    delays: [AtomicU64; 2],
     /// Nothing passes any more, in either direction, and nobody is told.
     hole: watch::Sender<bool>,
     refuse: AtomicBool,
@@ -50,7 +50,7 @@ impl Proxy {
             round_trips: AtomicU64::new(0),
             cut: std::sync::Mutex::new(None),
             cuts: AtomicU64::new(0),
-            delay: AtomicU64::new(0),
+            delays: [AtomicU64::new(0), AtomicU64::new(0)],
             hole: watch::Sender::new(false),
             refuse: AtomicBool::new(false),
         });
@@ -95,9 +95,11 @@ impl Proxy {
         *self.state.cut.lock().unwrap() = None;
     }
 
-    /// From now on, what asks for an answer arrives so much later.
-    pub(crate) fn slow(&self, delay: Duration) {
-        self.state.delay.store(u64::try_from(delay.as_millis()).unwrap(), Ordering::SeqCst);
+    /// From now on, what asks for an answer, and what answers, arrives so much later.
+    pub(crate) fn slow(&self, asking: Duration, answering: Duration) {
+        for (delay, by) in self.state.delays.iter().zip([asking, answering]) {
+            delay.store(u64::try_from(by.as_millis()).unwrap(), Ordering::SeqCst);
+        }
     }
 
     pub(crate) fn cuts(&self) -> u64 {
@@ -180,10 +182,7 @@ async fn upward(
             hit
         };
         if matches!(kind, b'S' | b'Q') {
-            let delay = Duration::from_millis(state.delay.load(Ordering::SeqCst));
-            if !delay.is_zero() {
-                tokio::time::sleep(delay).await;
-            }
+            late(&state.delays[0]).await;
         }
         if cut_now {
             swallow.store(true, Ordering::SeqCst);
@@ -232,9 +231,17 @@ async fn downward(
             }
             continue;
         }
+        late(&state.delays[1]).await;
         if to.write_all(&buffer[..read]).await.is_err() {
             return;
         }
+    }
+}
+
+async fn late(delay: &AtomicU64) {
+    let delay = Duration::from_millis(delay.load(Ordering::SeqCst));
+    if !delay.is_zero() {
+        tokio::time::sleep(delay).await;
     }
 }
 
