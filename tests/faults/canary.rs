@@ -128,7 +128,7 @@ pub(crate) const CACHED_TOKENS: Canary = Canary {
 /// Whoever came last is served first.
 pub(crate) const NEWEST_FIRST: Canary = Canary {
     mistake: "a hand-over to the newest ticket",
-    made_by: "TODO",
+    made_by: "pmcfadin/cqlite#3924",
     breaks: "I13",
     cell: &cell::EVERYTHING_WAITING,
     change: Change::Function(
@@ -140,7 +140,7 @@ pub(crate) const NEWEST_FIRST: Canary = Canary {
 /// Whoever asks when it is free gets it, though others wait.
 pub(crate) const JUMPS_QUEUE: Canary = Canary {
     mistake: "an acquire that does not look at the queue",
-    made_by: "TODO",
+    made_by: "alibaba/nacos#15280",
     breaks: "I13",
     cell: &cell::EVERYTHING_WAITING,
     change: Change::Function(

@@ -242,6 +242,86 @@ fn no_signal_after_a_long_stop_breaks_i5() {
     assert_eq!(story.judge(0), [0; 4]);
 }
 
+/// Process 1 holds, and cannot reach the server from 1 to 2 s; by its own clock it has lost after 100 ms.
+fn cut_off() -> Story {
+    let mut story = stopped();
+    story.facts.stops[0].outage = Outage::CutOff;
+    story
+}
+
+#[test]
+fn belief_while_cut_off_for_long_breaks_i5() {
+    let mut story = cut_off();
+    story.look(1, 10, 1_050_000_000, true);
+    story.op += 1;
+    story.record(1_101_000_000, 1, Kind::Lost, Phase::Ok, 10);
+    assert_eq!(story.judge(0), [0; 4]);
+    let mut story = cut_off();
+    story.look(1, 10, 1_150_000_000, true);
+    story.op += 1;
+    story.record(1_200_000_000, 1, Kind::Lost, Phase::Ok, 10);
+    assert_eq!(story.judge(0), [0, 0, 0, 1]);
+    let mut story = cut_off();
+    story.look(1, 10, 9_000_000_000, false);
+    assert_eq!(story.judge(0), [0, 0, 0, 1], "it is never told");
+    // For less than the ttl nothing need be lost.
+    let mut story = cut_off();
+    story.facts.stops[0].woken = 1_090_000_000;
+    story.look(1, 10, 1_150_000_000, true);
+    assert_eq!(story.judge(0), [0; 4]);
+}
+
+#[test]
+fn a_dead_owner_that_lives_on_breaks_i5() {
+    let mut story = handed_over();
+    story.facts.revived.push("of process 1".into());
+    assert_eq!(story.judge(2), [0, 0, 0, 1]);
+}
+
+#[test]
+fn where_nothing_happens_any_loss_breaks_i12() {
+    let alarm = |kind, phase, why: &str| {
+        let mut story = handed_over();
+        story.facts.calm = true;
+        story.op += 1;
+        story.record(130, 2, kind, phase, 11).why = Some(why.to_owned());
+        story.facts.records.sort_by_key(|record| record.at);
+        check(&story.facts).broken("I12").len()
+    };
+    assert_eq!(alarm(Kind::Lost, Phase::Ok, "expired"), 1);
+    assert_eq!(alarm(Kind::Acquire, Phase::Unknown, ""), 1);
+    assert_eq!(alarm(Kind::Write, Phase::Unknown, ""), 1);
+    assert_eq!(alarm(Kind::End, Phase::Ok, "Err(TimedOut)"), 1);
+    assert_eq!(alarm(Kind::End, Phase::Ok, "Ok(true)"), 0);
+    assert_eq!(alarm(Kind::Acquire, Phase::Fail, ""), 0);
+}
+
+#[test]
+fn what_a_lost_primary_acknowledged_may_be_gone_and_its_holders_may_not_write_any_more() {
+    let lossy = || {
+        let mut story = Story::default();
+        story.grant(1, 10, 0, 10);
+        story.write(1, 10, 1, 40, Some(Phase::Ok), false);
+        story.facts.failed_over = Some(100);
+        story
+    };
+    assert_eq!(lossy().judge(0), [0; 4]);
+    let mut story = lossy();
+    story.facts.failed_over = None;
+    assert_eq!(story.judge(0)[1], 1);
+    // On the new one, what is acknowledged is there.
+    let mut story = lossy();
+    story.grant(2, 10, 110, 120);
+    story.write(2, 10, 1, 140, Some(Phase::Ok), false);
+    assert_eq!(story.judge(0)[1], 1);
+    // The same number was granted again: the first holder is stale all the same.
+    let mut story = lossy();
+    story.grant(2, 10, 110, 120);
+    story.write(2, 10, 1, 140, Some(Phase::Ok), true);
+    story.write(1, 10, 2, 160, Some(Phase::Ok), true);
+    assert_eq!(story.judge(2)[1], 1);
+}
+
 #[test]
 fn what_the_twin_lost_is_counted() {
     let mut story = handed_over();

@@ -169,6 +169,7 @@ async fn the_report() {
 
 /// Every invariant that the cell promises holds, and it has shown something.
 async fn holds(test: &str, cell: &'static Cell) -> Finding {
+    let _alone = RUNNING.lock().await;
     if cell.setting.way == Way::Link && std::env::var_os(link::INSIDE).is_none() {
         let result = report::result_file();
         let variables = [(report::RESULT, result.to_str().unwrap().to_owned())];
@@ -179,7 +180,6 @@ async fn holds(test: &str, cell: &'static Cell) -> Finding {
             Finding::skipped(cell, "no network namespace")
         };
     }
-    let _alone = RUNNING.lock().await;
     let plan = Plan { cell, seed: seed(), length: stress().unwrap_or(cell.length()), canary: None };
     let (outcome, mut report) = match judge(plan).await {
         Ok(judged) => judged,
