@@ -36,14 +36,10 @@ pub(crate) trait Model {
     fn after(&self, state: &Self::State, action: Self::Action) -> Option<Self::State>;
 
     /// The promise that this step has broken.
-    fn broken(
-        &self,
-        before: &Self::State,
-        action: Self::Action,
-        after: &Self::State,
-    ) -> Option<&'static str>;
+    fn broken(&self, before: &Self::State, action: Self::Action, after: &Self::State)
+    -> Option<&'static str>;
 
-    /// Whether the step is a fault, which nobody may count on for getting well.
+    /// Whether the step is a fault, or a choice, which nobody may count on for getting well.
     fn is_fault(&self, before: &Self::State, action: Self::Action, after: &Self::State) -> bool;
 
     /// Whether nothing is stuck in this state.
@@ -146,7 +142,8 @@ pub(crate) fn explore<M: Model>(model: &M) -> Explored {
 fn first_stuck<M: Model>(model: &M, found: &[Found<M>], mut helped_by: Vec<(u32, u32)>) -> Option<u32> {
     helped_by.sort_unstable();
     let mut heals: Vec<bool> = found.iter().map(|found| model.is_well(&found.state)).collect();
-    let mut frontier: Vec<u32> = (0..).zip(&heals).filter(|(_, well)| **well).map(|(number, _)| number).collect();
+    let mut frontier: Vec<u32> =
+        (0..).zip(&heals).filter(|(_, well)| **well).map(|(number, _)| number).collect();
     while let Some(to) = frontier.pop() {
         let start = helped_by.partition_point(|(of, _)| *of < to);
         for (_, from) in helped_by[start..].iter().take_while(|(of, _)| *of == to) {

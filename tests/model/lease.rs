@@ -61,9 +61,7 @@ enum Scene {
     Failover,
 }
 
-/// A rule that is switched off.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mutant {
+mutants! {
     /// Writes without a fence (DESIGN decision 5): the classic pause between looking and writing.
     NoFence,
     /// The fence compares and does not lock the row (decision 5). C43.
@@ -102,26 +100,6 @@ enum Mutant {
 }
 
 impl Mutant {
-    const ALL: &[Self] = &[
-        Self::NoFence,
-        Self::FenceWithoutLock,
-        Self::GrantPassesFence,
-        Self::FenceByNumber,
-        Self::NoIdleBound,
-        Self::EarlyToken,
-        Self::BeatUpserts,
-        Self::PlainReadOfLife,
-        Self::NoMark,
-        Self::IgnoresDeadline,
-        Self::DeadlineFromReply,
-        Self::TrustsGrant,
-        Self::FreshRetry,
-        Self::SkippingRetry,
-        Self::NoReconcile,
-        Self::AnnouncedLate,
-        Self::ReleaseByName,
-    ];
-
     /// Where it shows.
     fn scene(self) -> Scene {
         match self {
@@ -132,7 +110,9 @@ impl Mutant {
             | Self::NoReconcile
             | Self::AnnouncedLate
             | Self::ReleaseByName => Scene::Wire,
-            Self::NoFence | Self::FenceWithoutLock | Self::GrantPassesFence | Self::NoIdleBound => Scene::Pause,
+            Self::NoFence | Self::FenceWithoutLock | Self::GrantPassesFence | Self::NoIdleBound => {
+                Scene::Pause
+            }
             _ => Scene::Clock,
         }
     }
@@ -244,7 +224,9 @@ impl Model for Lease {
 
     fn is_fault(&self, before: &State, action: Action, after: &State) -> bool {
         match action {
-            Action::Die(_) | Action::Cut(..) | Action::StepBack | Action::ServerCrash | Action::Failover => true,
+            Action::Die(_) | Action::Cut(..) | Action::StepBack | Action::ServerCrash | Action::Failover => {
+                true
+            }
             // A process that runs beats in time.
             Action::Tick => before.clients.iter().zip(&after.clients).zip(0..).any(|((was, is), client)| {
                 let lived = |state: &State| state.db.life(client, was.life).is_alive();

@@ -15,17 +15,28 @@
 //! `FENCEPOST_MODEL_CLIENTS=3 cargo test --release --test model` explores with three clients instead of two.
 //! `cargo test --test model -- --nocapture` shows the figures and all counterexamples.
 //!
-//! A further model implements [`Model`], lists its mutants in an `ALL`, and calls [`check`] and [`refute`].
+//! A further model implements [`Model`], declares its mutants by [`mutants!`], and calls [`check`] and [`refute`].
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::panic,
-    clippy::indexing_slicing,
-    reason = "a test fails by panicking"
-)]
+#![expect(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "a test fails by panicking")]
+
+/// An enum of rules that are switched off, and the list of all of them, which so cannot forget one.
+macro_rules! mutants {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// A rule that is switched off.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        enum Mutant {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Mutant {
+            const ALL: &[Self] = &[$(Self::$name),*];
+        }
+    };
+}
 
 mod explore;
 mod lease;
+mod line;
 
 use crate::explore::{Model, Trace, explore};
 

@@ -1,6 +1,8 @@
 //! What can happen, and what comes of it.
 
-use super::state::{About, Answer, Ask, Beat, BeatStage, Call, Grant, Held, Known, Life, Open, Stage, State, View};
+use super::state::{
+    About, Answer, Ask, Beat, BeatStage, Call, Grant, Held, Known, Life, Open, Stage, State, View,
+};
 use super::{Lease, Mutant, Scene};
 
 /// How many calls of one process may be under way, heard or not.
@@ -54,7 +56,11 @@ impl Lease {
                 ]);
             }
             if client.beat.is_some() {
-                actions.extend([Action::JudgeBeat(number), Action::CommitBeat(number), Action::HearBeat(number)]);
+                actions.extend([
+                    Action::JudgeBeat(number),
+                    Action::CommitBeat(number),
+                    Action::HearBeat(number),
+                ]);
             }
             if client.open.is_some() {
                 actions.extend([Action::Read(number), Action::Write(number), Action::RollBack(number)]);
@@ -190,7 +196,11 @@ impl Lease {
     fn acquire(&self, before: &State, client: u8) -> Option<State> {
         let process = before.client(client);
         let busy = process.about.is_some() || process.held.is_some() || process.open.is_some();
-        if busy || process.trust == 0 || process.attempts == self.attempts() || process.calls.len() == MOST_CALLS {
+        if busy
+            || process.trust == 0
+            || process.attempts == self.attempts()
+            || process.calls.len() == MOST_CALLS
+        {
             return None;
         }
         let grant = Grant { client, attempt: process.attempts, again: false };
@@ -235,7 +245,9 @@ impl Lease {
                 }
                 send(&mut after, client, Ask::Acquire { retry: true }, grant, true);
             }
-            About::Release(Held { grant, token }) => send(&mut after, client, Ask::Release { token }, grant, true),
+            About::Release(Held { grant, token }) => {
+                send(&mut after, client, Ask::Release { token }, grant, true)
+            }
         }
         Some(after)
     }
@@ -296,7 +308,8 @@ impl Lease {
             return None;
         }
         let mut after = before.clone();
-        let ours = (before.db.token, before.db.grant) == (token, call.grant) || self.is(Mutant::ReleaseByName);
+        let ours =
+            (before.db.token, before.db.grant) == (token, call.grant) || self.is(Mutant::ReleaseByName);
         if ours && before.db.is_held() {
             (after.db.released, after.db.on_disk) = (true, false);
         }
@@ -304,7 +317,14 @@ impl Lease {
         Some(after)
     }
 
-    fn arrive_acquire(&self, before: &State, client: u8, number: u8, call: Call, retry: bool) -> Option<State> {
+    fn arrive_acquire(
+        &self,
+        before: &State,
+        client: u8,
+        number: u8,
+        call: Call,
+        retry: bool,
+    ) -> Option<State> {
         let mut after = before.clone();
         let row = &before.db;
         // 1. Look, without a lock.
@@ -459,7 +479,8 @@ impl Lease {
         let process = after.client_mut(client);
         (process.running, process.trust, process.held, process.about) = (false, 0, None, None);
         process.known = Known::default();
-        process.beat = process.beat.filter(|beat| matches!(beat.stage, BeatStage::Sent | BeatStage::Judged(_)));
+        process.beat =
+            process.beat.filter(|beat| matches!(beat.stage, BeatStage::Sent | BeatStage::Judged(_)));
         process.calls.retain(|call| !matches!(call.stage, Stage::Answered(_)));
         process.calls.iter_mut().for_each(|call| call.heard = false);
         Some(after)

@@ -10,7 +10,11 @@ pub(super) fn tell(before: &State, action: Action, after: &State) -> String {
         Action::JudgeBeat(client) => judged(client, after),
         Action::CommitBeat(client) => format!("the heartbeat of {} commits", letter(client)),
         Action::HearBeat(client) => {
-            format!("{} hears of its heartbeat, and trusts its life for {}", process(client), ticks(after.client(client).trust))
+            format!(
+                "{} hears of its heartbeat, and trusts its life for {}",
+                process(client),
+                ticks(after.client(client).trust)
+            )
         }
         Action::Restart(client) => format!("{} has lost its life, and starts again", process(client)),
         Action::Acquire(client) => format!("{} sends acquire", process(client)),
@@ -37,7 +41,11 @@ pub(super) fn tell(before: &State, action: Action, after: &State) -> String {
         Action::Hear(client, call) => heard(before, client, call),
         Action::Reconcile(client) => {
             if after.client(client).held == before.client(client).held {
-                format!("{} does not know grant {} that is listed as its own, and sends release", process(client), before.db.token)
+                format!(
+                    "{} does not know grant {} that is listed as its own, and sends release",
+                    process(client),
+                    before.db.token
+                )
             } else {
                 format!("{} finds that what it holds is not listed any more", process(client))
             }
@@ -46,9 +54,14 @@ pub(super) fn tell(before: &State, action: Action, after: &State) -> String {
             let token = before.client(client).held.map_or(0, |held| held.token);
             match after.client(client).open {
                 Some(open) if open.locks => {
-                    format!("{} begins a transaction and passes the fence with token {token}", process(client))
+                    format!(
+                        "{} begins a transaction and passes the fence with token {token}",
+                        process(client)
+                    )
                 }
-                Some(_) => format!("{} begins a transaction under token {token}, and locks nothing", process(client)),
+                Some(_) => {
+                    format!("{} begins a transaction under token {token}, and locks nothing", process(client))
+                }
                 None => format!("the fence refuses {} with token {token}", letter(client)),
             }
         }
@@ -66,7 +79,10 @@ pub(super) fn tell(before: &State, action: Action, after: &State) -> String {
                 Some(Ask::Release { .. }) => "release",
                 _ => "acquire",
             };
-            format!("the connection of {} breaks: the answer to this {what} will not be heard", letter(client))
+            format!(
+                "the connection of {} breaks: the answer to this {what} will not be heard",
+                letter(client)
+            )
         }
         Action::StepBack => format!("the database's clock steps back: {}", lives(after)),
         Action::ServerCrash => "the server crashes and comes back; what was not on disk is gone".to_owned(),
@@ -107,15 +123,24 @@ fn arrived(before: &State, client: u8, number: u8, after: &State) -> String {
     }
     match (call.ask, stage) {
         (Ask::Release { token }, _) if after.db.released && !before.db.released => {
-            format!("the server releases the lease (token {}) on the release of {name}{whose}, which was of token {token}", before.db.token)
+            format!(
+                "the server releases the lease (token {}) on the release of {name}{whose}, which was of token {token}",
+                before.db.token
+            )
         }
-        (Ask::Release { token }, _) => format!("the server finds token {token} of {name} released or gone{whose}"),
+        (Ask::Release { token }, _) => {
+            format!("the server finds token {token} of {name} released or gone{whose}")
+        }
         (_, Some(Stage::Answered(Answer::Granted(token)))) => {
             format!("the server finds token {token} granted to {name} already")
         }
         (_, Some(Stage::Answered(Answer::OwnerDead))) => format!("the server finds the owner of {name} dead"),
         _ if before.db.is_held() => {
-            format!("the server refuses {name}: {} holds token {}{whose}", letter(before.db.owner), before.db.token)
+            format!(
+                "the server refuses {name}: {} holds token {}{whose}",
+                letter(before.db.owner),
+                before.db.token
+            )
         }
         _ if before.locked() => format!("the server refuses {name}: somebody is at the lease's row{whose}"),
         _ => format!("the server refuses {name}: a fenced write is open{whose}"),
