@@ -166,3 +166,85 @@ fn way_to<M: Model>(model: &M, found: &[Found<M>], to: u32) -> Vec<String> {
     lines.reverse();
     lines
 }
+
+mod tests {
+    use super::*;
+
+    /// From, to, and whether it is a fault; 0 is where it begins, 9 is well, stepping to 8 breaks the promise.
+    struct Toy(&'static [(u8, u8, bool)]);
+
+    impl Model for Toy {
+        type State = u8;
+        type Action = (u8, bool);
+
+        const NEVER_STUCK: &'static str = "gets to 9";
+
+        fn initial(&self) -> u8 {
+            0
+        }
+
+        fn actions(&self, state: &u8) -> Vec<(u8, bool)> {
+            self.0.iter().filter(|edge| edge.0 == *state).map(|edge| (edge.1, edge.2)).collect()
+        }
+
+        fn after(&self, _before: &u8, (to, _fault): (u8, bool)) -> Option<u8> {
+            Some(to)
+        }
+
+        fn broken(&self, _before: &u8, (to, _fault): (u8, bool), _after: &u8) -> Option<&'static str> {
+            (to == 8).then_some("not 8")
+        }
+
+        fn is_fault(&self, _before: &u8, (_to, fault): (u8, bool), _after: &u8) -> bool {
+            fault
+        }
+
+        fn is_well(&self, state: &u8) -> bool {
+            *state == 9
+        }
+
+        fn sight(&self, _before: &u8, _action: (u8, bool), _after: &u8) -> Option<&'static str> {
+            None
+        }
+
+        fn sights(&self) -> &'static [&'static str] {
+            &[]
+        }
+
+        fn tell(&self, before: &u8, _action: (u8, bool), after: &u8) -> String {
+            format!("{before} to {after}")
+        }
+    }
+
+    fn found(edges: &'static [(u8, u8, bool)]) -> Option<(&'static str, Vec<String>)> {
+        explore(&Toy(edges)).counterexample.map(|trace| (trace.promise, trace.lines))
+    }
+
+    #[test]
+    fn the_shortest_way_is_told() {
+        let edges =
+            &[(0, 1, false), (1, 2, false), (2, 8, false), (0, 3, true), (3, 8, false), (1, 9, false)];
+        assert_eq!(found(edges), Some(("not 8", vec!["0 to 3".to_owned(), "3 to 8".to_owned()])));
+    }
+
+    #[test]
+    fn a_circle_that_never_gets_well_is_stuck_and_one_with_a_way_out_is_not() {
+        let circle = &[(0, 9, false), (0, 1, true), (1, 2, false), (2, 1, false)];
+        let (promise, lines) = found(circle).unwrap();
+        assert_eq!((promise, lines[0].as_str(), lines.len()), ("gets to 9", "0 to 1", 2));
+        assert_eq!(found(&[(0, 9, false), (0, 1, true), (1, 2, false), (2, 1, false), (2, 9, false)]), None);
+    }
+
+    #[test]
+    fn a_fault_is_no_way_out() {
+        let (promise, _) = found(&[(0, 9, false), (0, 1, true), (1, 9, true)]).unwrap();
+        assert_eq!(promise, "gets to 9");
+    }
+
+    #[test]
+    fn every_state_and_step_is_counted_once() {
+        let explored =
+            explore(&Toy(&[(0, 1, false), (0, 2, false), (1, 9, false), (2, 9, false), (9, 9, false)]));
+        assert_eq!((explored.states, explored.steps, explored.depth), (4, 5, 2));
+    }
+}

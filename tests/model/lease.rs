@@ -38,9 +38,12 @@
 //!
 //! Three scenes, since faults of a kind matter together: [`Scene`]. The mutants: [`Mutant`].
 
+mod process;
+mod server;
 mod state;
 mod step;
 mod story;
+mod world;
 
 use self::state::{Answer, Ask, Call, Stage, State, View};
 use self::step::Action;
@@ -135,7 +138,7 @@ const I4: &str = "I4: at most one process believes that it holds the lease";
 const ANSWERS: &str = "nobody is refused because of its own first attempt";
 
 /// The model.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Lease {
     scene: Scene,
     clients: u8,
@@ -197,7 +200,7 @@ impl Model for Lease {
     }
 
     fn actions(&self, state: &State) -> Vec<Action> {
-        self.possible(state)
+        step::possible(state)
     }
 
     fn after(&self, state: &State, action: Action) -> Option<State> {
@@ -207,7 +210,7 @@ impl Model for Lease {
     fn broken(&self, before: &State, action: Action, after: &State) -> Option<&'static str> {
         match action {
             Action::Commit(..) if after.db.token <= before.db.token => return Some(I1),
-            Action::Arrive(client, call) if self.is_refused_by_itself(before, client, call, after) => {
+            Action::Arrive(client, call) if is_refused_by_itself(before, client, call, after) => {
                 return Some(ANSWERS);
             }
             Action::Write(client) => {
@@ -299,23 +302,21 @@ const GIVEN_BACK: &str = "a grant that nobody knows is given back";
 const LOSS_FOUND: &str = "a process finds out that its grant is gone";
 const REISSUED: &str = "a token will be issued a second time";
 
-impl Lease {
-    /// Whether this acquire is refused by a grant, or a lock, of the same acquire.
-    fn is_refused_by_itself(&self, before: &State, client: u8, call: u8, after: &State) -> bool {
-        let asking = before.client(client).calls[usize::from(call)];
-        let same = |other: &Call| {
-            other.grant.is_same_acquire(asking.grant) && matches!(other.stage, Stage::Locked { .. })
-        };
-        asking.heard
-            && after.client(client).calls[usize::from(call)].stage == Stage::Answered(Answer::Refused)
-            && (before.client(client).calls.iter().any(same)
-                || before.db.is_held() && before.db.grant.is_same_acquire(asking.grant))
-    }
+/// Whether this acquire is refused by a grant, or a lock, of the same acquire.
+fn is_refused_by_itself(before: &State, client: u8, call: u8, after: &State) -> bool {
+    let asking = before.client(client).calls[usize::from(call)];
+    let same = |other: &Call| {
+        other.grant.is_same_acquire(asking.grant) && matches!(other.stage, Stage::Locked { .. })
+    };
+    asking.heard
+        && after.client(client).calls[usize::from(call)].stage == Stage::Answered(Answer::Refused)
+        && (before.client(client).calls.iter().any(same)
+            || before.db.is_held() && before.db.grant.is_same_acquire(asking.grant))
 }
 
 mod tests {
     use super::*;
-    use crate::{check, clients, refute};
+    use crate::{assert_tells, check, clients, refute};
 
     fn protocol(scene: Scene, mutant: Option<Mutant>) -> Lease {
         Lease { scene, clients: clients(), mutant }
@@ -347,5 +348,34 @@ mod tests {
             let trace = refute(&format!("lease, {mutant:?}"), &protocol(mutant.scene(), Some(*mutant)));
             assert_eq!(trace.promise, mutant.breaks(), "{mutant:?}");
         }
+    }
+    // B5: the retry is refused beside its own first attempt, which then commits.
+    #[test]
+    fn the_story_of_a_retry_that_skips() {
+        let mutant = Some(Mutant::SkippingRetry);
+        let trace = refute("lease, a story", &Lease { scene: Scene::Wire, clients: 2, mutant });
+        let story = [
+            "process A sends acquire",
+            "the server locks the lease's row and writes token 1 for A, not yet committed",
+            "the connection of A breaks: the answer to this acquire will not be heard",
+            "process A sends acquire again",
+            "the server refuses A: somebody is at the lease's row",
+        ];
+        assert_tells(&trace, &story);
+    }
+
+    // B1: without reconcile the lease is held for as long as the process beats, and nobody knows.
+    #[test]
+    fn the_story_of_a_grant_that_nobody_knows() {
+        let mutant = Some(Mutant::NoReconcile);
+        let trace = refute("lease, a story", &Lease { scene: Scene::Wire, clients: 2, mutant });
+        let story = [
+            "process A sends acquire",
+            "the server locks the lease's row and writes token 1 for A, not yet committed",
+            "the connection of A breaks: the answer to this acquire will not be heard",
+            "process A gives up, and forgets the grant id",
+            "and from here no way leads on, without a further fault",
+        ];
+        assert_tells(&trace, &story);
     }
 }

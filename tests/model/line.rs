@@ -98,7 +98,7 @@ const HAND_OVER: &str = "a release grants the lease to the head, or sees to it";
 const GIVING_UP: &str = "who has given up keeps neither a ticket nor a grant";
 
 /// The model.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Line {
     clients: u8,
     mutant: Option<Mutant>,
@@ -239,7 +239,7 @@ const BACK_IN_LINE: &str = "a waiter whose life is over begins anew";
 
 mod tests {
     use super::*;
-    use crate::{check, clients, refute};
+    use crate::{assert_tells, check, clients, refute};
 
     fn protocol(mutant: Option<Mutant>) -> Line {
         Line { clients: clients(), mutant }
@@ -256,5 +256,19 @@ mod tests {
             let trace = refute(&format!("line, {mutant:?}"), &protocol(Some(*mutant)));
             assert_eq!(trace.promise, mutant.breaks(), "{mutant:?}");
         }
+    }
+    #[test]
+    fn the_story_of_a_waiter_that_gives_up_too_late() {
+        let mutant = Some(Mutant::BlindWithdraw);
+        let trace = refute("line, a story", &Line { clients: 2, mutant });
+        let story = [
+            "process A sends acquire; the server answers: in line",
+            "process A hears that it is in line",
+            "process A gives up, and sends withdraw",
+            "process C sends release",
+            "the server does the release of C: frees the lease, and grants it to A",
+            "the server finds no ticket of A",
+        ];
+        assert_tells(&trace, &story);
     }
 }

@@ -76,3 +76,9 @@ fn refute<M: Model>(name: &str, model: &M) -> Trace {
 fn letter(client: u8) -> char {
     char::from(b'A' + client)
 }
+
+/// That this is the story.
+fn assert_tells(trace: &Trace, story: &[&str]) {
+    let told: Vec<&str> = trace.lines.iter().map(String::as_str).collect();
+    assert_eq!(told, story);
+}

@@ -150,7 +150,7 @@ impl State {
 
 impl Process {
     /// By its own clock: it trusts its life no longer than it lasts.
-    pub(super) fn believes(&self) -> bool {
+    pub(super) fn believes(self) -> bool {
         match self.place {
             Place::Holding { blindly } => self.running && (self.life == Life::Alive || blindly),
             _ => false,

@@ -97,7 +97,7 @@ impl Line {
         }
     }
 
-    /// `acquire` with `p_enqueue`, in 0003_leases.sql, as src/lease/line.rs asks.
+    /// `acquire` with `p_enqueue`, in `0003_leases.sql`, as `src/lease/line.rs` asks.
     fn ask(&self, before: &State, number: u8) -> Option<State> {
         let asking = before.process(number);
         let polls = asking.place == Place::InLine && !self.is(Mutant::NoPoll);
@@ -151,7 +151,7 @@ impl Line {
         Some(Answer::Granted)
     }
 
-    /// `hand_to_head` in 0004_waiters.sql. The lease is free, and no write is open.
+    /// `hand_to_head` in `0004_waiters.sql`. The lease is free, and no write is open.
     fn hand_to_head(&self, state: &mut State) -> Handed {
         loop {
             let newest = self.is(Mutant::NewestFirst);
@@ -189,7 +189,7 @@ impl Line {
         Some(after)
     }
 
-    /// `release` in 0003_leases.sql: this grant alone, and never waiting for a write.
+    /// `release` in `0003_leases.sql`: this grant alone, and never waiting for a write.
     fn free(&self, state: &mut State, id: Id, by: u8) {
         if state.row.id != id || state.is_free() {
             return;
@@ -204,7 +204,7 @@ impl Line {
         process.hands_over = waits && process.running;
     }
 
-    /// `hand_over` in 0004_waiters.sql, tried until nobody waits: src/owner/hand_over.rs.
+    /// `hand_over` in `0004_waiters.sql`, tried until nobody waits: `src/owner/hand_over.rs`.
     fn hand_over(&self, before: &State, number: u8) -> Option<State> {
         if !before.process(number).hands_over {
             return None;
@@ -219,7 +219,7 @@ impl Line {
         Some(after)
     }
 
-    /// `withdraw` in 0004_waiters.sql.
+    /// `withdraw` in `0004_waiters.sql`.
     fn withdraw(&self, before: &State, number: u8) -> Option<State> {
         let leaving = before.process(number);
         if leaving.place != Place::Leaving {
@@ -236,7 +236,7 @@ impl Line {
         Some(after)
     }
 
-    /// A grant that is listed for the process and that it does not know: src/owner/reconcile.rs.
+    /// A grant that is listed for the process and that it does not know: `src/owner/reconcile.rs`.
     fn reconcile(&self, before: &State, number: u8) -> Option<State> {
         let process = before.process(number);
         let known = before.row.id == before.id(number) && process.place != Place::Away;
@@ -248,7 +248,7 @@ impl Line {
         Some(after)
     }
 
-    /// src/owner/wakes.rs. One that comes before its waiter has heard of its ticket is kept for it.
+    /// `src/owner/wakes.rs`. One that comes before its waiter has heard of its ticket is kept for it.
     fn deliver(&self, before: &State, number: u8) -> Option<State> {
         let wake = before.wakes[usize::from(number)];
         let waiter = before.process(wake.to.process);
