@@ -29,6 +29,9 @@ pub(crate) trait Model {
     /// Where it begins.
     fn initial(&self) -> Self::State;
 
+    /// Where it begins, in words.
+    fn begins(&self) -> &'static str;
+
     /// The steps that may be possible.
     fn actions(&self, state: &Self::State) -> Vec<Self::Action>;
 
@@ -71,11 +74,13 @@ pub(crate) struct Explored {
 /// The shortest way to break a promise, in words.
 pub(crate) struct Trace {
     pub(crate) promise: &'static str,
+    pub(crate) begins: &'static str,
     pub(crate) lines: Vec<String>,
 }
 
 impl fmt::Display for Trace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "      {}", self.begins)?;
         for (number, line) in self.lines.iter().enumerate() {
             writeln!(f, "  {:>2}. {line}", number + 1)?;
         }
@@ -110,7 +115,7 @@ pub(crate) fn explore<M: Model>(model: &M) -> Explored {
             if let Some(promise) = model.broken(&before, action, &after) {
                 let mut lines = way_to(model, &found, number);
                 lines.push(model.tell(&before, action, &after));
-                explored.counterexample = Some(Trace { promise, lines });
+                explored.counterexample = Some(Trace { promise, begins: model.begins(), lines });
                 return explored;
             }
             let helps = !model.is_fault(&before, action, &after);
@@ -133,7 +138,7 @@ pub(crate) fn explore<M: Model>(model: &M) -> Explored {
     if let Some(stuck) = first_stuck(model, &found, helped_by) {
         let mut lines = way_to(model, &found, stuck);
         lines.push("and from here no way leads on, without a further fault".to_owned());
-        explored.counterexample = Some(Trace { promise: M::NEVER_STUCK, lines });
+        explored.counterexample = Some(Trace { promise: M::NEVER_STUCK, begins: model.begins(), lines });
     }
     explored
 }
@@ -181,6 +186,10 @@ mod tests {
 
         fn initial(&self) -> u8 {
             0
+        }
+
+        fn begins(&self) -> &'static str {
+            "at 0"
         }
 
         fn actions(&self, state: &u8) -> Vec<(u8, bool)> {

@@ -52,10 +52,10 @@ use crate::explore::Model;
 /// Which faults there are; and what is left out so that all of it can be explored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Scene {
-    /// Who believes what: time, heartbeats step by step, the database's clock steps back. Nobody writes,
-    /// releases or starts again.
+    /// Who believes what when A holds the lease at first: time, heartbeats step by step, the database's clock steps
+    /// back. Nobody writes, releases or starts again.
     Clock,
-    /// Who writes what: fenced writes, processes that are paused or die. A heartbeat is one step.
+    /// Who writes what when A holds the lease at first: fenced writes, processes that are paused or die. A heartbeat is one step.
     Pause,
     /// Answers are lost, the server crashes. No time passes, so every owner lives; nobody writes.
     Wire,
@@ -88,8 +88,6 @@ mutants! {
     IgnoresDeadline,
     /// The deadline counts from the answer, not from before the sending (decision 6). C26.
     DeadlineFromReply,
-    /// The answer to an acquire prolongs the trust (OWNER 2: only a heartbeat does).
-    TrustsGrant,
     /// A retry has a grant id of its own (decision 4, idempotence).
     FreshRetry,
     /// A retry skips a locked row (decision 4; trap B5).
@@ -158,7 +156,7 @@ impl Lease {
         }
     }
 
-    /// How often a client may begin to acquire.
+    /// How often a client may acquire; what it holds at first counts.
     fn attempts(&self) -> u8 {
         if self.scene == Scene::Wire { 2 } else { 1 }
     }
@@ -197,6 +195,10 @@ impl Model for Lease {
 
     fn initial(&self) -> State {
         State::initial(self)
+    }
+
+    fn begins(&self) -> &'static str {
+        if self.time_passes() { "process A holds the lease, with token 1" } else { "nobody holds the lease" }
     }
 
     fn actions(&self, state: &State) -> Vec<Action> {

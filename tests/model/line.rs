@@ -38,7 +38,7 @@
 //! | a question on its way | is one that is not yet sent |
 //! | the crash of the server | empties the line; whoever asks again queues again |
 //!
-//! The process after the last client holds the lease at first, and only ever gives it up. The mutants: [`Mutant`].
+//! The process after the last client holds the lease at first, and only ever gives it up. The others acquire once in each life. The mutants: [`Mutant`].
 
 mod state;
 mod step;
@@ -119,6 +119,10 @@ impl Model for Line {
 
     fn initial(&self) -> State {
         State::initial(self.clients)
+    }
+
+    fn begins(&self) -> &'static str {
+        "the last process holds the lease, nobody waits"
     }
 
     fn actions(&self, state: &State) -> Vec<Action> {

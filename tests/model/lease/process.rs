@@ -132,9 +132,6 @@ impl Lease {
             Answer::Granted(token) if answered.life == process.life => {
                 process.known.insert(answered.grant);
                 process.held = Some(Held { grant: answered.grant, token });
-                if self.is(Mutant::TrustsGrant) {
-                    process.trust = self.ttl();
-                }
             }
             _ => process.known.remove(answered.grant),
         }

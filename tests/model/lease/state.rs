@@ -190,12 +190,21 @@ impl State {
             calls: Vec::new(),
             open: None,
         };
-        Self {
+        let mut state = Self {
             standby: (model.scene == Scene::Failover).then(|| db.clone()),
             db,
             clients: vec![client; usize::from(model.clients)],
             faults: model.faults(),
+        };
+        if model.time_passes() {
+            let held = Held { grant: Grant { client: 0, attempt: 0, again: false }, token: 1 };
+            (state.db.token, state.db.grant, state.db.released, state.db.sequence) =
+                (1, held.grant, false, 1);
+            let holder = state.client_mut(0);
+            (holder.held, holder.attempts) = (Some(held), 1);
+            holder.known.insert(held.grant);
         }
+        state
     }
 
     pub(super) fn client(&self, client: u8) -> &Client {

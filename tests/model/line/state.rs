@@ -1,6 +1,6 @@
 //! What there is: the lease, the line, and the processes.
 
-/// How often a process may acquire.
+/// How often a process may acquire, once in each of its lives.
 pub(super) const ATTEMPTS: u8 = 2;
 /// How many faults there may be.
 const FAULTS: u8 = 1;

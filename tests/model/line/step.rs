@@ -101,7 +101,8 @@ impl Line {
     fn ask(&self, before: &State, number: u8) -> Option<State> {
         let asking = before.process(number);
         let polls = asking.place == Place::InLine && !self.is(Mutant::NoPoll);
-        let begins = asking.place == Place::Away && asking.attempts < ATTEMPTS && !asking.writes;
+        let begins =
+            asking.place == Place::Away && asking.attempts == asking.first && asking.attempts < ATTEMPTS;
         if !asking.running || asking.life != Life::Alive || !(polls || begins) {
             return None;
         }
