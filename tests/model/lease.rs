@@ -36,7 +36,8 @@
 //! | two calls a process at most that nobody hears | more are more of the same |
 //! | `try`, no queue; READ COMMITTED; no cap | the queue is `line.rs`; the rest is tested against Postgres |
 //!
-//! Three scenes, since faults of a kind matter together: [`Scene`]. The mutants: [`Mutant`].
+//! Four scenes, each with the faults that matter together and without what does not: [`Scene`]. The rules that are
+//! switched off: [`Mutant`].
 
 mod process;
 mod server;
