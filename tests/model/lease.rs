@@ -160,7 +160,7 @@ impl Lease {
 
     /// How often a client may acquire; what it holds at first counts.
     fn attempts(&self) -> u8 {
-        if self.scene == Scene::Wire { 2 } else { 1 }
+        if self.scene == Scene::Wire && self.clients == 2 { 2 } else { 1 }
     }
 
     /// How many lives a process may have, one after the other.
