@@ -24,6 +24,8 @@ mod process;
 mod protect;
 mod proxy;
 mod prune;
+#[path = "../support/sources.rs"]
+mod sources;
 mod sql;
 mod support;
 mod waiting;
