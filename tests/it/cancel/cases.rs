@@ -77,7 +77,8 @@ async fn acquire_in_line(scene: &Scene, cut: Cut) -> bool {
     let (over, is_over) = oneshot::channel();
     let acquire = async {
         let acquired = cut.cut(lease(NAME).acquire(&scene.a, Wait::forever())).await;
-        over.send(()).unwrap();
+        // It may know already.
+        _ = over.send(());
         acquired.map(Result::unwrap).is_some()
     };
     // Released while it waits in line.
