@@ -15,7 +15,7 @@ const LAYERS: &[&[&str]] = &[
     // Words.
     &["clock", "error", "name", "token", "wait"],
     // Plumbing.
-    &["sql", "migrate", "pooler", "owner"],
+    &["driver", "sql", "migrate", "pooler", "owner"],
     // What a table holds.
     &["fence", "lease", "prune"],
     // For people.

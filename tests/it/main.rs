@@ -11,11 +11,15 @@
 
 mod cancel;
 mod contract;
+#[path = "../faults/dice.rs"]
+mod dice;
 mod durability;
 mod fence;
 mod inputs;
 mod interleave;
 mod lease;
+mod mangle;
+mod mangled;
 mod migrate;
 mod owner;
 mod pooler;
