@@ -14,7 +14,7 @@
 //! | a newer one that does not | [`Error::SchemaVersion`] |
 //! | an older one from the printed form | [`Error::SchemaVersion`]: the application's migrations own it; add [`sql_since`] |
 
-use sqlx::postgres::PgRow;
+use sqlx::postgres::{PgConnectOptions, PgRow};
 use sqlx::{AssertSqlSafe, Connection as _, PgConnection, PgPool, Row as _};
 use tokio::time::timeout;
 
@@ -79,7 +79,7 @@ const VERSION_TABLE: &str = "\
 /// use another role (`SELECT fencepost.allow('app')`).
 ///
 /// # Errors
-/// [`Error::SchemaVersion`] as in the table of [this module](self); [`Error::Database`] with Postgres's
+/// [`Error::Misuse`] for a pool with several hosts in one URL; [`Error::SchemaVersion`] as in the table of [this module](self); [`Error::Database`] with Postgres's
 /// report, in which case nothing has changed; [`Error::TimedOut`] if there is no connection within the pool's
 /// `acquire_timeout`; [`Error::OutcomeUnknown`] if the answer to COMMIT was lost: call it again.
 ///
@@ -93,6 +93,7 @@ pub async fn migrate(pool: &PgPool) -> Result<()> {
     let fail = |source| Error::database("migrating the schema fencepost", source);
     let patience = pool.options().get_acquire_timeout();
     let options = pool.connect_options();
+    check_hosts(&options)?;
     let mut conn = timeout(patience, caught(PgConnection::connect_with(&options)))
         .await
         .map_err(|_elapsed| Error::TimedOut { step: "connecting to migrate", after: patience, source: None })?
@@ -193,6 +194,16 @@ pub(crate) async fn check_version(conn: &mut PgConnection) -> Result<()> {
     let fail = |source| Error::database("looking at the schema fencepost", source);
     let row = the_row(conn, sql::VERSION).await.map_err(fail)?;
     Installed::read(&row, true).map_err(fail)?.check()
+}
+
+/// Refuses several hosts in one URL, as libpq takes them: sqlx takes them for one name.
+pub(crate) fn check_hosts(options: &PgConnectOptions) -> Result<()> {
+    if options.get_host().contains(',') {
+        return Err(Error::misuse(
+            "the pool's options name several hosts in one, which sqlx takes for one name",
+        ));
+    }
+    Ok(())
 }
 
 async fn the_row(conn: &mut PgConnection, ask: &'static str) -> sqlx::Result<PgRow> {

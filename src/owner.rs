@@ -32,6 +32,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 
 use crate::error::{Error, LossReason, Result};
+use crate::migrate;
 use crate::owner::heartbeat::Beginning;
 use crate::owner::life::{Grants, Life, Stage, enter};
 use crate::owner::session::Statements;
@@ -131,7 +132,8 @@ impl Owner {
     /// As for [`OwnerBuilder::start`].
     ///
     /// # Cancel safety
-    /// Dropping the future stops what has been started.
+    /// Dropping the future stops what has been started. What it may have entered in the database holds nothing, and
+    /// ends with the ttl.
     pub async fn start(pool: &PgPool) -> Result<Self> {
         Self::builder(pool).start().await
     }
@@ -258,7 +260,8 @@ impl OwnerBuilder {
     /// [`Error::TimedOut`] if it does not answer for as long as the ttl (at least 1 s, at most 10 s).
     ///
     /// # Cancel safety
-    /// Dropping the future stops what has been started.
+    /// Dropping the future stops what has been started. What it may have entered in the database holds nothing, and
+    /// ends with the ttl.
     ///
     /// # Database
     /// Two connections, one statement on each beside their settings and four to find a pooler.
@@ -271,11 +274,7 @@ impl OwnerBuilder {
                 self.ttl
             )));
         }
-        if self.pool.connect_options().get_host().contains(',') {
-            return Err(Error::misuse(
-                "the pool's options name several hosts in one, which sqlx takes for one name",
-            ));
-        }
+        migrate::check_hosts(&self.pool.connect_options())?;
         let label = self.label.unwrap_or_else(default_label);
         crate::name::check(&label, "a label")?;
         let beginning = Beginning { pool: self.pool, label, ttl: self.ttl, pooled: self.pooled };

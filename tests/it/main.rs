@@ -10,6 +10,7 @@
 #![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
 mod cancel;
+mod connect;
 mod contract;
 #[path = "../faults/dice.rs"]
 mod dice;

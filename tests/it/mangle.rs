@@ -14,7 +14,7 @@ pub(crate) struct Mangler {
 impl Mangler {
     pub(crate) fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
-        let one_in = *dice.pick(&[2, 5, 12, 30]);
+        let one_in = *dice.pick(&[3, 10, 30, 80]);
         Self { dice, one_in, done: Vec::new() }
     }
 
