@@ -164,7 +164,7 @@ proptest! {
 }
 
 /// Checks `property` on this many values, each to its end.
-async fn holds<S: Strategy>(cases: u32, values: S, property: impl AsyncFn(S::Value)) {
+fn holds<S: Strategy>(cases: u32, values: S, property: impl AsyncFn(S::Value)) {
     tokio::task::block_in_place(|| {
         let mut runner = TestRunner::new(ProptestConfig::with_cases(cases));
         let checked = runner.run(&values, |value| {
@@ -188,8 +188,7 @@ async fn any_label_and_ttl_begin_an_owner_or_are_a_misuse() {
         } else {
             assert!(is_plain_misuse(&refused), "{label:?} {ttl:?}: {refused:?}");
         }
-    })
-    .await;
+    });
 }
 
 // Names, caps, waits and graces of any length, on a real database: acquired, with what was said, and no overflow.
@@ -205,7 +204,7 @@ async fn whatever_is_accepted_works_and_arrives_unharmed() {
         (names, json, durations(), durations(), durations()),
         async |(name, json, cap, wait, grace)| {
             let mut lease = Lease::named(&name).unwrap().metadata(&json).unwrap().grace(grace);
-            if let Ok(capped) = lease.clone().at_most(cap.max(Duration::from_secs(60))) {
+            if let Ok(capped) = lease.clone().at_most(cap.max(LONG)) {
                 lease = capped;
             }
             let free = hold_when_free(&a, &name).await;
@@ -233,8 +232,7 @@ async fn whatever_is_accepted_works_and_arrives_unharmed() {
             tx.commit().await.unwrap();
             within("run", held.run(async |_: &fencepost::HeldLease| ())).await.unwrap();
         },
-    )
-    .await;
+    );
 }
 
 /// The same JSON, as far as `jsonb` promises: a float may come back as another number type.
@@ -261,6 +259,5 @@ async fn any_age_prunes_or_is_a_misuse() {
             Ok(pruned) => assert_eq!((pruned.owners, pruned.leases), (0, 0)),
             Err(refused) => assert!(is_plain_misuse(&refused) && age > LONG, "{age:?}: {refused:?}"),
         }
-    })
-    .await;
+    });
 }

@@ -112,7 +112,7 @@ impl Mangler {
     }
 
     /// The description of the columns: another type, format or name of one of them, or fewer of them.
-    fn columns(&mut self, message: &mut Vec<u8>) {
+    fn columns(&mut self, message: &mut [u8]) {
         let columns = u16::from_be_bytes([message[5], message[6]]);
         if self.dice.percent(25) || columns == 0 {
             let wrong = *self.dice.pick(&[0, columns.wrapping_sub(1), columns + 1, u16::MAX]);

@@ -8,7 +8,6 @@ use fencepost::{Error, LossReason, Owner};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{AssertSqlSafe, Executor as _, PgPool};
 
-use crate::cancel::after_polls;
 use crate::support::{
     LONG, SHORT, TOUGH, database, hold, hold_when_free, lease, owner, owner_id, terminate, until, until_true,
     within,
@@ -201,25 +200,6 @@ async fn dropping_the_last_of_it_frees_everything() {
     until_true(&pool, "its connections are closed", gone).await;
     until_true(&pool, "it is dead", "SELECT expires_at = 'epoch' FROM fencepost.owners WHERE label = 'a'")
         .await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_start_or_shutdown_dropped_after_any_poll_leaves_nothing_alive() {
-    let (_database, pool) = database().await;
-    let none_left = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'fencepost%') \
-                     AND NOT EXISTS (SELECT FROM fencepost.owners WHERE expires_at > clock_timestamp())";
-    for polls in 0.. {
-        let started = after_polls(polls, Owner::start(&pool)).await;
-        let complete = started.is_some();
-        if let Some(started) = started {
-            let cancelled = after_polls(1, started.unwrap().shutdown()).await;
-            drop(cancelled);
-        }
-        until_true(&pool, "all is stopped", none_left).await;
-        if complete {
-            break;
-        }
-    }
 }
 
 #[tokio::test]
