@@ -63,6 +63,8 @@ BEGIN
     IF p_table IS NULL THEN
         RAISE EXCEPTION 'unprotect takes a table, not null' USING ERRCODE = 'LK005';
     END IF;
+    -- First, with its parts: DROP TRIGGER locks the trigger before the table, and two at once would deadlock.
+    EXECUTE format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE', p_table);
     FOR v_table IN SELECT t.relid FROM fencepost.parts(p_table) t LOOP
         EXECUTE format('DROP TRIGGER IF EXISTS fencepost_fence ON %s', v_table);
     END LOOP;
