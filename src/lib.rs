@@ -43,6 +43,7 @@ pub mod testing;
 mod clock;
 mod driver;
 mod lease;
+mod mistake;
 mod name;
 mod owner;
 mod pooler;

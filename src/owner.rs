@@ -132,8 +132,7 @@ impl Owner {
     /// As for [`OwnerBuilder::start`].
     ///
     /// # Cancel safety
-    /// Dropping the future stops what has been started. What it may have entered in the database holds nothing, and
-    /// ends with the ttl.
+    /// Dropping the future stops what has been started, in the background.
     pub async fn start(pool: &PgPool) -> Result<Self> {
         Self::builder(pool).start().await
     }
@@ -260,8 +259,7 @@ impl OwnerBuilder {
     /// [`Error::TimedOut`] if it does not answer for as long as the ttl (at least 1 s, at most 10 s).
     ///
     /// # Cancel safety
-    /// Dropping the future stops what has been started. What it may have entered in the database holds nothing, and
-    /// ends with the ttl.
+    /// Dropping the future stops what has been started, in the background.
     ///
     /// # Database
     /// Two connections, one statement on each beside their settings and four to find a pooler.

@@ -13,7 +13,7 @@ mod sources;
 /// The top-level modules by layer, lowest first. A module may use its own layer and those below.
 const LAYERS: &[&[&str]] = &[
     // Words.
-    &["clock", "error", "name", "token", "wait"],
+    &["clock", "error", "mistake", "name", "token", "wait"],
     // Plumbing.
     &["driver", "sql", "migrate", "pooler", "owner"],
     // What a table holds.

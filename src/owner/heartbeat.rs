@@ -18,6 +18,7 @@ use super::{listen, reconcile};
 use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
+use crate::mistake::Mistake;
 use crate::pooler;
 use crate::sql::{self, Arg, Call, micros};
 use crate::wait::Backoff;
@@ -32,15 +33,12 @@ pub(crate) struct Beginning {
 }
 
 /// The main function of the owner's thread. Reports the start, then lives until it is stopped.
-pub(super) async fn live(beginning: Beginning, mut ready: oneshot::Sender<Result<Arc<Shared>>>) {
+pub(super) async fn live(beginning: Beginning, ready: oneshot::Sender<Result<Arc<Shared>>>) {
     let bound = bound(beginning.ttl);
-    let begun = tokio::select! {
-        begun = timeout(bound, begin(beginning)) => begun.unwrap_or_else(|_elapsed| {
-            Err(Error::TimedOut { step: "starting the owner", after: bound, source: None })
-        }),
-        // Nobody waits for it any more. What was begun in the database ends with its ttl.
-        () = ready.closed() => return,
-    };
+    // To its end, also when nobody waits for it any more: what is begun in the database is ended there.
+    let begun = timeout(bound, begin(beginning)).await.unwrap_or_else(|_elapsed| {
+        Err(Error::TimedOut { step: "starting the owner", after: bound, source: None })
+    });
     let (shared, session, life) = match begun {
         Ok(begun) => begun,
         Err(error) => {
@@ -187,7 +185,8 @@ async fn beat(
                 let Some(beat) = rows.first().and_then(Beat::read) else {
                     return Err(LossReason::Expired);
                 };
-                life.trust_until(deadline(sent, beat.remaining.min(shared.ttl), shared.margin));
+                let since = if Mistake::CountsFromAnswer.is_made() { Moment::now() } else { sent };
+                life.trust_until(deadline(since, beat.remaining.min(shared.ttl), shared.margin));
                 if beat.revocations != revocations {
                     // Somebody has ended a hold of ours: find out which.
                     revocations = beat.revocations;

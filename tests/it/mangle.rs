@@ -7,15 +7,15 @@ use crate::dice::Dice;
 pub(crate) struct Mangler {
     dice: Dice,
     one_in: u64,
-    /// What was done, for people.
-    pub(crate) done: Vec<String>,
+    /// How many messages were damaged.
+    pub(crate) done: u32,
 }
 
 impl Mangler {
     pub(crate) fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
         let one_in = *dice.pick(&[3, 10, 30, 80]);
-        Self { dice, one_in, done: Vec::new() }
+        Self { dice, one_in, done: 0 }
     }
 
     /// Mangles the message, or lets it pass. Whether the connection ends after it.
@@ -38,7 +38,7 @@ impl Mangler {
                 "a stranger before",
             ]),
         };
-        self.done.push(format!("{kind}: {way}"));
+        self.done += 1;
         match way {
             "inside" => match kind {
                 'D' => self.row(message),

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic;
-use std::sync::{Mutex, Once};
+use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
 use fencepost::{Error, Owner, Wait, fence, migrate, prune};
@@ -59,7 +59,7 @@ struct Tally {
     ok: u32,
     failed: BTreeMap<String, u32>,
     impatient: u32,
-    mangled: usize,
+    mangled: u32,
 }
 
 impl Tally {
@@ -108,9 +108,14 @@ async fn one(seed: u64, proxy: Proxy) -> Tally {
     let start = || Owner::builder(&pool).label(&name).ttl(TTL).start();
 
     // A start that may fail, and one that succeeds before the trouble begins.
-    proxy.mangle(Some(Mangler::new(seed)));
+    let mangler = Arc::new(Mutex::new(Mangler::new(seed)));
+    let trouble = || {
+        let mangler = Arc::clone(&mangler);
+        proxy.mangle(Some(Box::new(move |message| mangler.lock().unwrap().pass(message))));
+    };
+    trouble();
     let started = tally.count(&at("start"), within(&at("the start"), start()).await);
-    let before = proxy.mangle(None).unwrap().done.len();
+    proxy.mangle(None);
     proxy.hang_up();
     // On a busy machine a start may need longer than its bound.
     let start = async || until(&at("a start"), async || start().await.ok()).await;
@@ -118,7 +123,7 @@ async fn one(seed: u64, proxy: Proxy) -> Tally {
         Some(owner) => owner,
         None => start().await,
     };
-    proxy.mangle(Some(Mangler::new(!seed)));
+    trouble();
     for _ in 0..3 {
         let tried = within(&at("a try"), report.try_acquire(&old)).await;
         let held = tally.count(&at("try_acquire"), tried).flatten();
@@ -143,10 +148,11 @@ async fn one(seed: u64, proxy: Proxy) -> Tally {
             tally.patiently(&at("prune"), prune(&mut conn, Duration::from_hours(1))).await;
         }
     }
-    tally.mangled = before + proxy.mangle(None).unwrap().done.len();
 
     // The network is well again. What was mangled is out of step, and ends.
+    proxy.mangle(None);
     proxy.hang_up();
+    tally.mangled = mangler.lock().unwrap().done;
     let work = async || {
         let held = match report.try_acquire(&old).await {
             Err(Error::Stopped) => panic!("{}", at("the old owner has ended")),
