@@ -77,9 +77,13 @@ pub struct Owner {
     inner: Arc<Inner>,
 }
 
-/// What the clones of an owner share (each held thing has one); stops it when the last one goes.
+/// A started owner, on its way to whoever started it and then in their hands: stops when it is dropped.
+#[derive(Debug)]
+struct Started(Arc<Shared>);
+
+/// What the clones of an owner share (each held thing has one); the last one stops it.
 struct Inner {
-    shared: Arc<Shared>,
+    started: Started,
     thread: Mutex<Option<thread::JoinHandle<()>>>,
     /// Nothing is sent; it closes when the thread ends.
     ended: watch::Receiver<bool>,
@@ -209,7 +213,7 @@ impl Owner {
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
-        &self.inner.shared
+        &self.inner.started.0
     }
 }
 
@@ -223,9 +227,9 @@ impl fmt::Debug for Owner {
     }
 }
 
-impl Drop for Inner {
+impl Drop for Started {
     fn drop(&mut self) {
-        self.shared.stop.send_replace(true);
+        self.0.stop.send_replace(true);
     }
 }
 
@@ -279,7 +283,7 @@ impl OwnerBuilder {
 
         let fail = |error| Error::database("starting the owner's thread", sqlx::Error::Io(error));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
-        let (ready, started) = oneshot::channel();
+        let (ready, is_ready) = oneshot::channel();
         let (end, ended) = watch::channel(false);
         let thread = thread::Builder::new()
             .name("fencepost".to_owned())
@@ -290,8 +294,8 @@ impl OwnerBuilder {
                 runtime.shutdown_background();
             })
             .map_err(fail)?;
-        let shared = started.await.map_err(|_ended| Error::Stopped)??;
-        Ok(Owner { inner: Arc::new(Inner { shared, thread: Mutex::new(Some(thread)), ended }) })
+        let started = is_ready.await.map_err(|_ended| Error::Stopped)??;
+        Ok(Owner { inner: Arc::new(Inner { started, thread: Mutex::new(Some(thread)), ended }) })
     }
 }
 

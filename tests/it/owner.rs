@@ -359,3 +359,19 @@ async fn whoever_vanishes_blocks_nobody_beyond_its_ttl() {
     })
     .await;
 }
+
+// The start has succeeded and its future is dropped before it hears of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_dropped_between_success_and_hearing_of_it_stops() {
+    let (_database, pool) = database().await;
+    let mut start = Box::pin(Owner::builder(&pool).label("a").ttl(TOUGH).start());
+    let pending =
+        std::future::poll_fn(|cx| std::task::Poll::Ready(start.as_mut().poll(cx).is_pending())).await;
+    assert!(pending);
+    let beats = "SELECT coalesce(bool_or(expires_at > started_at + ttl), false) FROM fencepost.owners";
+    until_true(&pool, "it has started and beats", beats).await;
+    drop(start);
+    let gone = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'fencepost a') \
+                AND (SELECT expires_at = 'epoch' FROM fencepost.owners)";
+    until_true(&pool, "it is stopped", gone).await;
+}
