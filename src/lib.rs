@@ -41,6 +41,7 @@ pub mod migrate;
 pub mod testing;
 
 mod clock;
+mod driver;
 mod lease;
 mod mistake;
 mod name;

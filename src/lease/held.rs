@@ -7,6 +7,7 @@ use std::time::Duration;
 use sqlx::postgres::PgTransaction;
 use sqlx::{AssertSqlSafe, PgPool, Row as _};
 
+use crate::driver::caught;
 use crate::error::{Error, LossReason, Result};
 use crate::fence::{self, Isolation};
 use crate::name::LockName;
@@ -134,7 +135,7 @@ impl HeldLease {
             reason = "sqlx loses track of a transaction whose BEGIN is cancelled, so it must not be; and it \
                       belongs to the runtime of the pool's connections, not to the owner's"
         )]
-        let begun = tokio::spawn(async move { pool.begin_with(AssertSqlSafe(text)).await }).await;
+        let begun = tokio::spawn(async move { caught(pool.begin_with(AssertSqlSafe(text))).await }).await;
         let begun = begun.unwrap_or_else(|_runtime_ended| Err(sqlx::Error::WorkerCrashed));
         begun
             .map_err(|source| Error::database("beginning a fenced transaction", source))

@@ -10,12 +10,17 @@
 #![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
 mod cancel;
+mod connect;
 mod contract;
+#[path = "../faults/dice.rs"]
+mod dice;
 mod durability;
 mod fence;
 mod inputs;
 mod interleave;
 mod lease;
+mod mangle;
+mod mangled;
 mod migrate;
 mod owner;
 #[path = "../support/pgbouncer.rs"]
@@ -29,6 +34,8 @@ mod protect;
 #[allow(dead_code, reason = "the fault suite uses another part of it")]
 mod proxy;
 mod prune;
+#[path = "../support/sources.rs"]
+mod sources;
 mod sql;
 mod support;
 mod waiting;
