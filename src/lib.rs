@@ -62,7 +62,7 @@ pub use migrate::migrate;
 pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
 pub use prune::{Pruned, prune};
-pub use retry::{Isolation, transaction};
+pub use retry::{Isolation, Work, transaction};
 pub use token::{FencingToken, Grant, GrantId};
 pub use wait::Wait;
 

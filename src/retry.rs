@@ -10,6 +10,7 @@
 //! ```
 
 use std::error::Error as StdError;
+use std::pin::Pin;
 use std::time::Duration;
 
 use sqlx::postgres::PgTransaction;
@@ -24,6 +25,12 @@ const ATTEMPTS: u32 = 10;
 /// Pauses between attempts: the first, doubled each time, up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// One run of the work of [`transaction`]: `Box::pin(async move { … })`.
+///
+/// Boxed, because the compiler cannot see of an `async` closure that takes a reference that its futures may go to
+/// another thread, and `tokio::spawn` would refuse every task that calls [`transaction`].
+pub type Work<'tx, T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send + 'tx>>;
 
 /// The isolation level of a transaction.
 ///
@@ -78,7 +85,8 @@ pub(crate) async fn begin(
 /// serialization failure (40001).
 ///
 /// The work may run several times: what it does outside of the transaction happens each time. Its error rolls
-/// back and is returned, unless it is one of the two or has one as its [`source`](StdError::source).
+/// back and is returned, unless it is one of the two or has one as its [`source`](StdError::source). What it uses of
+/// its surroundings it uses by reference.
 ///
 /// # Guarantees
 /// - If it returns `Ok`, the work of one run is committed, and nothing of the others. Also when the work hides that
@@ -104,20 +112,24 @@ pub(crate) async fn begin(
 /// # Examples
 /// ```no_run
 /// # async fn example(pool: sqlx::PgPool) -> fencepost::Result<()> {
-/// use fencepost::{Isolation, transaction};
+/// use fencepost::{Error, Isolation, transaction};
 ///
-/// let left: i64 = transaction(&pool, Isolation::Serializable, async |tx| {
-///     let sum: i64 = sqlx::query_scalar("SELECT sum(n)::bigint FROM stock").fetch_one(&mut **tx).await?;
-///     sqlx::query("INSERT INTO report (total) VALUES ($1)").bind(sum).execute(&mut **tx).await?;
-///     Ok::<_, fencepost::Error>(sum)
+/// let shelf = &String::from("A7");
+/// let total = transaction(&pool, Isolation::Serializable, |tx| {
+///     Box::pin(async move {
+///         let count = "SELECT sum(n)::bigint FROM stock WHERE shelf = $1";
+///         let total: i64 = sqlx::query_scalar(count).bind(shelf).fetch_one(&mut **tx).await?;
+///         sqlx::query("INSERT INTO report (total) VALUES ($1)").bind(total).execute(&mut **tx).await?;
+///         Ok::<_, Error>(total)
+///     })
 /// })
 /// .await?;
 /// # Ok(()) }
 /// ```
-pub async fn transaction<T, E>(
+pub async fn transaction<'env, T, E>(
     pool: &PgPool,
     isolation: Isolation,
-    mut work: impl AsyncFnMut(&mut PgTransaction<'static>) -> Result<T, E>,
+    mut work: impl for<'tx> FnMut(&'tx mut PgTransaction<'env>) -> Work<'tx, T, E>,
 ) -> Result<T, E>
 where
     E: From<Error> + StdError + Send + Sync + 'static,
@@ -141,13 +153,14 @@ where
     }
 }
 
-async fn once<T, E: From<Error>>(
+async fn once<'env, T, E: From<Error>>(
     pool: &PgPool,
     isolation: Isolation,
-    work: &mut impl AsyncFnMut(&mut PgTransaction<'static>) -> Result<T, E>,
+    work: &mut impl for<'tx> FnMut(&'tx mut PgTransaction<'env>) -> Work<'tx, T, E>,
 ) -> Result<T, E> {
     let begun = begin(pool, isolation, "").await;
-    let mut tx = begun.map_err(|source| Error::on_callers_objects("beginning a transaction", source))?;
+    let mut tx: PgTransaction<'env> =
+        begun.map_err(|source| Error::on_callers_objects("beginning a transaction", source))?;
     match work(&mut tx).await {
         Ok(done) => {
             commit(tx).await?;
@@ -163,7 +176,7 @@ async fn once<T, E: From<Error>>(
 /// Commits by one message, which fails if the transaction is aborted or already over: to a plain COMMIT Postgres
 /// would answer by a rollback, or a warning. The empty transaction that follows gives sqlx one to roll back, since it
 /// does not know of this COMMIT; that goes with the connection's way back to its pool.
-async fn commit(mut tx: PgTransaction<'static>) -> Result<()> {
+async fn commit(mut tx: PgTransaction<'_>) -> Result<()> {
     const STEP: &str = "committing a transaction";
     match tx.execute(sqlx::raw_sql("SELECT; COMMIT AND CHAIN")).await {
         Ok(_) => Ok(()),
@@ -178,7 +191,7 @@ async fn commit(mut tx: PgTransaction<'static>) -> Result<()> {
 }
 
 /// So that it is over when the caller hears of it. Where that fails the connection is broken, and the server ends it.
-async fn roll_back(tx: PgTransaction<'static>) {
+async fn roll_back(tx: PgTransaction<'_>) {
     if let Err(error) = tx.rollback().await {
         tracing::debug!(%error, "fencepost: a rollback failed");
     }

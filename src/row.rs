@@ -59,22 +59,20 @@ use crate::sql;
 /// use fencepost::row::{Locked, RowLock};
 /// use fencepost::{Isolation, transaction};
 ///
-/// #[derive(sqlx::FromRow)]
-/// struct Account {
-///     balance: i64,
-/// }
-///
-/// let accounts = RowLock::on("accounts")?.key("id")?;
-/// let taken = transaction(&pool, Isolation::SessionDefault, async |tx| {
-///     let account: Account = match accounts.lock(tx, 7_i64).await? {
-///         Locked::Found(account) => account,
-///         Locked::NotFound | Locked::Busy => return Ok(false),
-///     };
-///     if account.balance < 100 {
-///         return Ok(false);
-///     }
-///     sqlx::query("UPDATE accounts SET balance = balance - 100 WHERE id = 7").execute(&mut **tx).await?;
-///     Ok::<_, fencepost::Error>(true)
+/// let accounts = &RowLock::on("accounts")?.key("id")?;
+/// let taken = transaction(&pool, Isolation::SessionDefault, |tx| {
+///     Box::pin(async move {
+///         // A row is read as a tuple, or as a type of yours with `#[derive(sqlx::FromRow)]`.
+///         let balance = match accounts.lock::<(i64, i64), _>(tx, 7_i64).await? {
+///             Locked::Found((_id, balance)) => balance,
+///             Locked::NotFound | Locked::Busy => return Ok(false),
+///         };
+///         if balance < 100 {
+///             return Ok(false);
+///         }
+///         sqlx::query("UPDATE accounts SET balance = balance - 100 WHERE id = 7").execute(&mut **tx).await?;
+///         Ok::<_, fencepost::Error>(true)
+///     })
 /// })
 /// .await?;
 /// # Ok(()) }

@@ -24,6 +24,8 @@ mod process;
 mod protect;
 mod proxy;
 mod prune;
+mod retry;
+mod row;
 mod sql;
 mod support;
 mod waiting;
