@@ -132,7 +132,9 @@ async fn strengths_exclude_each_other_as_the_manual_says() {
                 let mut tx = pool.begin().await.unwrap();
                 let got = lock.strength(asked).lock::<Account, _>(&mut tx, 1_i64).await.unwrap();
                 assert_eq!(got == Locked::Busy, *busy, "{asked:?} while {held:?} is held");
+                tx.rollback().await.unwrap();
             }
+            holder.rollback().await.unwrap();
         }
     }
 }
@@ -594,6 +596,7 @@ async fn no_more_rows_are_locked_than_are_returned() {
             assert_eq!(lock.claim_next::<Job>(&mut tx, 5, &order, filter).await.unwrap().len(), 5);
             let free = pool.fetch_all("SELECT FROM jobs FOR SHARE SKIP LOCKED").await.unwrap().len();
             assert_eq!(free, 195);
+            tx.rollback().await.unwrap();
         }
     }
 }
