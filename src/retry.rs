@@ -108,6 +108,7 @@ pub(crate) async fn begin(
 ///
 /// # Database
 /// Two round trips (BEGIN, COMMIT) and the work's own, on a connection of the pool that is returned between two runs.
+/// Works behind a transaction-mode pooler as far as the work does.
 ///
 /// # Examples
 /// ```no_run
