@@ -340,7 +340,7 @@ async fn no_update_is_lost_by_many_tasks() {
                             Ok(()) => done += 1,
                             // On a machine that is busy enough; then it is the caller's turn.
                             Err(error) => {
-                                assert!(matches!(error, Error::RetriesExhausted { .. }), "{error:?}")
+                                assert!(matches!(error, Error::RetriesExhausted { .. }), "{error:?}");
                             }
                         }
                     }

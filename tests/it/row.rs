@@ -227,6 +227,8 @@ async fn no_name_and_no_value_becomes_a_part_of_the_statement() {
     until_true(&pool, "all are there", "SELECT count(*) = 9 FROM accounts").await;
 }
 
+type Thing = (sqlx::types::Uuid, String, i16);
+
 // Of the kinds of keys that people have.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_is_of_any_type_that_the_column_compares_with() {
@@ -240,7 +242,6 @@ async fn a_key_is_of_any_type_that_the_column_compares_with() {
     let on = |column| RowLock::on("things").unwrap().key(column).unwrap();
     let mut tx = pool.begin().await.unwrap();
     let one = sqlx::types::Uuid::from_u128(1);
-    type Thing = (sqlx::types::Uuid, String, i16);
     assert!(on("id").lock::<Thing, _>(&mut tx, one).await.unwrap().found().is_some());
     assert!(on("id").lock_many::<Thing, _>(&mut tx, &[one]).await.unwrap().is_complete());
     assert!(on("name").lock::<Thing, _>(&mut tx, "one").await.unwrap().found().is_some());
