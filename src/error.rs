@@ -265,7 +265,7 @@ impl Error {
             | Self::NotAllowed { source }
             | Self::Database { source, .. } => source,
             Self::TimedOut { source, .. } => source.as_ref()?,
-            Self::RetriesExhausted { source, .. } => return reported_code(&**source),
+            Self::RetriesExhausted { source, .. } => return report(&**source).map(PgDatabaseError::code),
             Self::StaleFence { .. } => return Some("LK001"),
             Self::Lost { .. } => return Some("LK002"),
             Self::Unfenced { .. } => return Some("LK006"),
@@ -353,29 +353,39 @@ pub(crate) fn is_lock_not_available(error: &sqlx::Error) -> bool {
     server_error(error).is_some_and(|error| error.code() == "55P03")
 }
 
-/// Whether the transaction that ended in this error is to be run again: a deadlock or a serialization failure, also
-/// behind errors of the caller's own.
+/// Whether the transaction that ended in this error is to be run again: a deadlock, a serialization failure or a stale
+/// statement, also behind errors of the caller's own.
 pub(crate) fn asks_to_run_again(error: &(dyn StdError + 'static)) -> bool {
-    matches!(reported_code(error), Some("40P01" | "40001"))
+    report(error).is_some_and(|report| matches!(report.code(), "40P01" | "40001"))
+        || is_stale_statement(error)
 }
 
-/// The SQLSTATE of the first error in the chain that can have one.
-fn reported_code<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a str> {
+/// Whether a prepared statement would return other columns by now: a table has changed. It fails for ever on a connection
+/// that keeps it.
+pub(crate) fn is_stale_statement(error: &(dyn StdError + 'static)) -> bool {
+    report(error).is_some_and(|report| {
+        // The code means only that something is not supported, and the message is translated.
+        report.code() == "0A000" && report.routine() == Some("RevalidateCachedQuery")
+    })
+}
+
+/// The server's report in the first error of the chain that can have one.
+fn report<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a PgDatabaseError> {
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(ours) = error.downcast_ref::<Error>() {
             return match ours {
                 // What that transaction was told has been acted upon.
                 Error::RetriesExhausted { .. } | Error::OutcomeUnknown { .. } => None,
-                ours => ours.sqlstate(),
+                ours => report(ours.source()?),
             };
         }
         if let Some(theirs) = error.downcast_ref::<sqlx::Error>() {
-            return server_error(theirs).map(PgDatabaseError::code);
+            return server_error(theirs);
         }
         // A transparent wrapper of sqlx's error shows only what is behind that.
-        if let Some(report) = error.downcast_ref::<Box<dyn DatabaseError>>() {
-            return report.try_downcast_ref::<PgDatabaseError>().map(PgDatabaseError::code);
+        if let Some(boxed) = error.downcast_ref::<Box<dyn DatabaseError>>() {
+            return boxed.try_downcast_ref();
         }
         next = error.source();
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!            ┌──────────────────────── a pause, longer each time ◀───────────────────────┐
-//!            ▼                                                                           │ 40001, 40P01
+//!            ▼                                                                           │ 40001, 40P01 …
 //!  BEGIN ── work ── COMMIT ── answered: done                                              │ (rolled back)
 //!             │        ├───── refused: rolled back ──────────────────────────────────────┤
 //!             │        └───── no answer: Error::OutcomeUnknown, never run again           │
@@ -14,7 +14,7 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use sqlx::postgres::PgTransaction;
-use sqlx::{AssertSqlSafe, Executor as _, PgPool};
+use sqlx::{AssertSqlSafe, Connection as _, Executor as _, PgPool};
 
 use crate::error::{self, Error, Result};
 use crate::wait::Backoff;
@@ -81,11 +81,11 @@ pub(crate) async fn begin(
     begun.unwrap_or_else(|_runtime_ended| Err(sqlx::Error::WorkerCrashed))
 }
 
-/// Runs the work in a transaction and commits it; runs it again, in a new transaction, after a deadlock (40P01) or a
-/// serialization failure (40001).
+/// Runs the work in a transaction and commits it; runs it again, in a new transaction, after a deadlock (40P01), a
+/// serialization failure (40001), or when a prepared `SELECT *` is stale, since a column was added (0A000).
 ///
 /// The work may run several times: what it does outside of the transaction happens each time. Its error rolls
-/// back and is returned, unless it is one of the two or has one as its [`source`](StdError::source). What it uses of
+/// back and is returned, unless it is one of these or has one as its [`source`](StdError::source). What it uses of
 /// its surroundings it uses by reference.
 ///
 /// # Guarantees
@@ -136,12 +136,17 @@ where
     E: From<Error> + StdError + Send + Sync + 'static,
 {
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
-    let mut attempts = 0;
+    let (mut attempts, mut stale) = (0, 0);
     loop {
         let failure = match once(pool, isolation, &mut work).await {
             Ok(done) => return Ok(done),
             Err(failure) => failure,
         };
+        // Each connection of the pool may have such statements, and loses them by one run.
+        if error::is_stale_statement(&failure) && stale < pool.size() {
+            stale += 1;
+            continue;
+        }
         attempts += 1;
         if !error::asks_to_run_again(&failure) {
             return Err(failure);
@@ -154,11 +159,14 @@ where
     }
 }
 
-async fn once<'env, T, E: From<Error>>(
+async fn once<'env, T, E>(
     pool: &PgPool,
     isolation: Isolation,
     work: &mut impl for<'tx> FnMut(&'tx mut PgTransaction<'env>) -> Work<'tx, T, E>,
-) -> Result<T, E> {
+) -> Result<T, E>
+where
+    E: From<Error> + StdError + 'static,
+{
     let begun = begin(pool, isolation, "").await;
     let mut tx: PgTransaction<'env> =
         begun.map_err(|source| Error::on_callers_objects("beginning a transaction", source))?;
@@ -168,6 +176,9 @@ async fn once<'env, T, E: From<Error>>(
             Ok(done)
         }
         Err(failure) => {
+            if error::is_stale_statement(&failure) {
+                drop(tx.clear_cached_statements().await);
+            }
             roll_back(tx).await;
             Err(failure)
         }

@@ -31,9 +31,11 @@ use std::fmt;
 use std::time::Duration;
 
 use sqlx::postgres::{PgArguments, PgHasArrayType, PgRow, PgTransaction};
-use sqlx::{Arguments as _, AssertSqlSafe, Encode, FromRow, PgConnection, Postgres, Row as _, Type};
+use sqlx::{
+    Arguments as _, AssertSqlSafe, Connection as _, Encode, FromRow, PgConnection, Postgres, Row as _, Type,
+};
 
-use crate::error::{Error, Result};
+use crate::error::{self, Error, Result};
 use crate::identifier::{Identifier, Table};
 use crate::savepoint::Savepoint;
 use crate::sql;
@@ -51,7 +53,9 @@ use crate::sql;
 /// # Errors
 /// [`Error::Deadlock`], if the transaction also locks in another way, or locks twice;
 /// [`Error::SerializationFailure`] under REPEATABLE READ and SERIALIZABLE, if a row was changed since the
-/// transaction's snapshot. [`transaction`](crate::transaction()) runs the work again after both.
+/// transaction's snapshot. And once for each connection, when a column of the table was added or changed (0A000:
+/// a prepared statement is stale), an [`Error::Database`] that [is retryable](Error::is_retryable).
+/// [`transaction`](crate::transaction()) runs the work again after all three.
 ///
 /// # Examples
 /// ```no_run
@@ -228,7 +232,8 @@ impl RowLock {
     /// Waits at most this long, for a lock on the table, too; of several rows it locks all or none. Zero is
     /// [`no_wait`](Self::no_wait). Postgres counts whole milliseconds: what is less becomes one.
     ///
-    /// It bounds the waiting for others, not the time to find the rows. Postgres bounds each wait for *one* other
+    /// It bounds the waiting for others, not the time to find the rows, and takes the place of the session's
+    /// `lock_timeout` meanwhile. Postgres bounds each wait for *one* other
     /// transaction (`lock_timeout`): a row that several share, or that others queue for, may be waited for that
     /// long for each of them. From row to row of [`lock_many`](Self::lock_many) it is the time that remains.
     ///
@@ -258,7 +263,7 @@ impl RowLock {
     pub async fn lock<R, K>(&self, tx: &mut PgTransaction<'_>, key: K) -> Result<Locked<R>>
     where
         R: for<'r> FromRow<'r, PgRow>,
-        K: for<'q> Encode<'q, Postgres> + Type<Postgres> + Sync,
+        K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
     {
         let Self { table, key: column, .. } = self;
         let skip = matches!(self.waits, Waits::NoWait | Waits::SkipLocked);
@@ -297,7 +302,7 @@ impl RowLock {
     pub async fn lock_many<R, K>(&self, tx: &mut PgTransaction<'_>, keys: &[K]) -> Result<LockedMany<R, K>>
     where
         R: for<'r> FromRow<'r, PgRow>,
-        K: for<'q> Encode<'q, Postgres> + Type<Postgres> + PgHasArrayType + Clone + Sync,
+        K: for<'q> Encode<'q, Postgres> + Type<Postgres> + PgHasArrayType + Clone,
     {
         let mut args = bound(keys)?;
         let skip = matches!(self.waits, Waits::NoWait | Waits::SkipLocked);
@@ -477,7 +482,9 @@ impl Order {
 
 /// Which rows [`RowLock::claim_next`] may take.
 ///
-/// The condition is text of the program, so nothing from outside can become a part of it; values are bound.
+/// The condition is text of the program, so nothing from outside can become a part of it; values are bound. It is
+/// evaluated for rows that are not returned, too: no function with an effect belongs into it (least of all one that takes
+/// an advisory lock).
 pub struct Filter {
     text: &'static str,
     args: Result<PgArguments>,
@@ -518,7 +525,12 @@ struct Statement {
 
 impl Statement {
     async fn rows(self, conn: &mut PgConnection) -> sqlx::Result<Vec<PgRow>> {
-        sqlx::query_with(AssertSqlSafe(self.text), self.args).fetch_all(conn).await
+        let rows = sqlx::query_with(AssertSqlSafe(self.text), self.args).fetch_all(&mut *conn).await;
+        if rows.as_ref().is_err_and(|failure| error::is_stale_statement(failure)) {
+            // It says `t.*`, and a column has been added. This transaction is lost, the next one will prepare it anew.
+            conn.clear_cached_statements().await?;
+        }
+        rows
     }
 }
 

@@ -151,16 +151,19 @@ async fn any_other_error_rolls_back_at_once_and_is_returned_as_it_is() {
     let (database, pool) = counter().await;
     let single = one_connection(&database);
     let runs = &AtomicU32::new(0);
-    let refused = transaction(&single, Isolation::SessionDefault, |tx| {
-        Box::pin(async move {
-            runs.fetch_add(1, Ordering::SeqCst);
-            tx.execute("UPDATE counter SET n = 7").await?;
-            Err::<(), _>(AppError::Enough)
-        })
-    });
-    assert!(matches!(refused.await, Err(AppError::Enough)));
-    // It is over when the error is there: its locks are gone.
-    pool.execute("SELECT FROM counter FOR UPDATE NOWAIT").await.unwrap();
+    // A rollback in the background would be in time now and then.
+    for _ in 0..50 {
+        let refused = transaction(&single, Isolation::SessionDefault, |tx| {
+            Box::pin(async move {
+                tx.execute("UPDATE counter SET n = 7").await?;
+                runs.fetch_add(1, Ordering::SeqCst);
+                Err::<(), _>(AppError::Enough)
+            })
+        });
+        assert!(matches!(refused.await, Err(AppError::Enough)));
+        let free = pool.execute("SELECT FROM counter FOR UPDATE NOWAIT").await;
+        free.expect("it is over when the error is there: its locks are gone");
+    }
     let refused = transaction(&single, Isolation::SessionDefault, |tx| {
         Box::pin(async move {
             runs.fetch_add(1, Ordering::SeqCst);
@@ -170,8 +173,7 @@ async fn any_other_error_rolls_back_at_once_and_is_returned_as_it_is() {
         })
     });
     assert_eq!(refused.await.unwrap_err().sqlstate(), Some("23505"));
-    pool.execute("SELECT FROM counter FOR UPDATE NOWAIT").await.unwrap();
-    assert_eq!((runs.load(Ordering::SeqCst), count(&pool).await), (2, 0));
+    assert_eq!((runs.load(Ordering::SeqCst), count(&pool).await), (51, 0));
     // No connection at all.
     let impatient = PgPoolOptions::new()
         .max_connections(1)
@@ -466,4 +468,55 @@ async fn work_that_panics_is_rolled_back() {
     assert!(panicked.await.unwrap_err().is_panic());
     assert!(is_clean(&single).await);
     assert_eq!(count(&pool).await, 0);
+}
+
+// The statement of another table's user: sqlx keeps it on the connection, where it fails for ever.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_statement_that_a_migration_made_stale_is_prepared_anew() {
+    let (database, pool) = counter().await;
+    let single = one_connection(&database);
+    let columns = async || {
+        let run = transaction(&single, Isolation::Serializable, |tx| {
+            Box::pin(async move {
+                let row = sqlx::query("SELECT * FROM counter WHERE id = 1").fetch_one(&mut **tx).await?;
+                Ok::<_, AppError>(row.len())
+            })
+        });
+        within("the run", run).await.unwrap()
+    };
+    assert_eq!(columns().await, 2);
+    pool.execute("ALTER TABLE counter ADD note text").await.unwrap();
+    // The naive way, twice.
+    for _ in 0..2 {
+        let stale = sqlx::query("SELECT * FROM counter WHERE id = 1").fetch_one(&single).await;
+        assert_eq!(Error::from(stale.unwrap_err()).sqlstate(), Some("0A000"), "sqlx has mended it");
+    }
+    assert_eq!(columns().await, 3);
+}
+
+// The pool hands out its connections in turn, so one after the other is stale.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_full_of_stale_statements_is_no_reason_to_give_up() {
+    let (database, pool) = counter().await;
+    let large = PgPoolOptions::new().max_connections(15).connect_lazy_with(database.options());
+    let text = "SELECT * FROM counter WHERE id = 1";
+    let mut all = Vec::new();
+    for _ in 0..15 {
+        let mut conn = large.acquire().await.unwrap();
+        sqlx::query(text).fetch_one(&mut *conn).await.unwrap();
+        all.push(conn);
+    }
+    drop(all);
+    until("all are idle", async || (large.num_idle() == 15).then_some(())).await;
+    pool.execute("ALTER TABLE counter ADD note text").await.unwrap();
+    let runs = &AtomicU32::new(0);
+    let run = transaction(&large, Isolation::SessionDefault, |tx| {
+        Box::pin(async move {
+            runs.fetch_add(1, Ordering::SeqCst);
+            sqlx::query(text).fetch_one(&mut **tx).await?;
+            Ok::<_, Error>(())
+        })
+    });
+    within("the run", run).await.unwrap();
+    assert!(runs.load(Ordering::SeqCst) <= 16);
 }

@@ -1,6 +1,7 @@
 //! Row locks: every answer is a value, names are names, many are locked in one order.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use fencepost::row::{Filter, Locked, LockedMany, Order, RowLock, Strength};
@@ -276,14 +277,17 @@ async fn many_are_locked_in_the_order_of_their_keys_by_every_plan() {
         "SET enable_sort = off; SET enable_hashagg = off",
     ];
     for plan in plans {
-        for keys in [vec![9, 8, 7, 6, 5, 4, 3, 2, 1], vec![5, 1, 9, 2, 8, 3, 7, 4, 6, 5, 1]] {
+        for (lock, keys) in [
+            (accounts(), vec![9, 8, 7, 6, 5, 4, 3, 2, 1]),
+            (accounts().at_most(LONG).unwrap(), vec![5, 1, 9, 2, 8, 3, 7, 4, 6, 5, 1]),
+        ] {
             let mut holder = pool.begin().await.unwrap();
             accounts().lock::<Account, _>(&mut holder, 5_i64).await.unwrap();
             let mut conn = connect(&database.options()).await;
             conn.execute(plan).await.unwrap();
             let waiting = tokio::spawn(async move {
                 let mut tx = sqlx::Connection::begin(&mut conn).await.unwrap();
-                let many = accounts().lock_many::<Account, i64>(&mut tx, &keys).await.unwrap();
+                let many = lock.lock_many::<Account, i64>(&mut tx, &keys).await.unwrap();
                 let order: Vec<i64> = many.rows.iter().map(|account| account.id).collect();
                 assert_eq!(order, keys[..9], "in the order given");
                 assert!(many.is_complete());
@@ -638,4 +642,48 @@ async fn many_workers_do_each_job_once() {
     }
     // A worker that found nothing may have looked while the others' were still open.
     until_true(&pool, "each once", "SELECT count(*) = 200 AND count(DISTINCT id) = 200 FROM done").await;
+}
+
+// A statement that was prepared before a migration: Postgres refuses to return other columns, on and on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_column_that_is_added_costs_each_connection_one_run_at_the_most() {
+    let (database, pool) = nine().await;
+    let single = PgPoolOptions::new().max_connections(1).connect_lazy_with(database.options());
+    let mut columns = 0;
+    for lock in &[accounts(), accounts().skip_locked(), accounts().at_most(LONG).unwrap()] {
+        for way in 0..3 {
+            let runs = &AtomicU32::new(0);
+            for first in [true, false] {
+                let done = transaction(&single, Isolation::SessionDefault, |tx| {
+                    Box::pin(async move {
+                        runs.fetch_add(1, Ordering::SeqCst);
+                        match way {
+                            0 => lock.lock::<Account, _>(tx, 1_i64).await.map(drop),
+                            1 => lock.lock_many::<Account, _>(tx, &[1_i64]).await.map(drop),
+                            _ => lock.claim_next::<Account>(tx, 1, &[], Filter::all()).await.map(drop),
+                        }
+                    })
+                });
+                within("the lock", done).await.unwrap();
+                if first {
+                    columns += 1;
+                    let add = format!("ALTER TABLE accounts ADD column_{columns} int");
+                    pool.execute(AssertSqlSafe(add)).await.unwrap();
+                }
+            }
+            assert!(runs.load(Ordering::SeqCst) <= 4, "{lock:?}");
+            // In a transaction of the caller's own: one error, and that is all.
+            columns += 1;
+            let add = format!("ALTER TABLE accounts ADD column_{columns} int");
+            pool.execute(AssertSqlSafe(add)).await.unwrap();
+            let mut tx = single.begin().await.unwrap();
+            if let Err(stale) = lock.lock::<Account, _>(&mut tx, 1_i64).await {
+                assert!(stale.is_retryable() && stale.sqlstate() == Some("0A000"), "{stale:?}");
+                tx.rollback().await.unwrap();
+                tx = single.begin().await.unwrap();
+                assert!(lock.lock::<Account, _>(&mut tx, 1_i64).await.unwrap().found().is_some());
+            }
+            tx.rollback().await.unwrap();
+        }
+    }
 }
