@@ -6,6 +6,9 @@
 
 use std::time::Duration;
 
+#[cfg(any(target_os = "linux", target_os = "android"))]
+use crate::mistake::Mistake;
+
 /// A point on the local clock. Not a date; not comparable between machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Moment(Duration);
@@ -13,10 +16,21 @@ pub(crate) struct Moment(Duration);
 impl Moment {
     #[cfg(any(target_os = "linux", target_os = "android"))]
     pub(crate) fn now() -> Self {
+        if Mistake::WallClock.is_made() {
+            return Self::by_the_wall_clock();
+        }
         let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
         let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
         let nanos = u32::try_from(time.tv_nsec).unwrap_or(0);
         Self(Duration::new(seconds, nanos))
+    }
+
+    /// A mistake: people set this clock.
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    fn by_the_wall_clock() -> Self {
+        #[expect(clippy::disallowed_methods, reason = "it is the mistake")]
+        let now = std::time::SystemTime::now();
+        Self(now.duration_since(std::time::UNIX_EPOCH).unwrap_or_default())
     }
 
     /// Elsewhere: the monotonic clock, which on macOS and Windows may stand still in sleep.

@@ -46,6 +46,7 @@ pub mod testing;
 mod clock;
 mod identifier;
 mod lease;
+mod mistake;
 mod name;
 mod owner;
 mod pooler;

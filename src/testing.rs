@@ -75,6 +75,10 @@ use std::{io, path::PathBuf, sync::Arc};
 pub use database::{DatabaseError, Shared, TestDatabase, shared};
 pub use server::{Server, ServerBuilder};
 
+/// Makes the client of the process that has it in its environment wrong on purpose: for this crate's own suite.
+#[doc(hidden)]
+pub const MISTAKE: &str = crate::mistake::Mistake::VARIABLE;
+
 /// A server did not start, or did not do what it was told.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]

@@ -18,6 +18,7 @@ use super::{listen, reconcile};
 use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
+use crate::mistake::Mistake;
 use crate::pooler;
 use crate::sql::{self, Arg, Call, micros};
 use crate::wait::Backoff;
@@ -187,7 +188,8 @@ async fn beat(
                 let Some(beat) = rows.first().and_then(Beat::read) else {
                     return Err(LossReason::Expired);
                 };
-                life.trust_until(deadline(sent, beat.remaining.min(shared.ttl), shared.margin));
+                let since = if Mistake::CountsFromAnswer.is_made() { Moment::now() } else { sent };
+                life.trust_until(deadline(since, beat.remaining.min(shared.ttl), shared.margin));
                 if beat.revocations != revocations {
                     // Somebody has ended a hold of ours: find out which.
                     revocations = beat.revocations;

@@ -11,6 +11,7 @@ use sha2::{Digest as _, Sha256};
 use tokio::sync::{Notify, oneshot, watch};
 use uuid::Uuid;
 
+use crate::mistake::Mistake;
 use crate::token::{FencingToken, GrantId};
 
 /// Hand-overs that came before their waiter knew its ticket; more are forgotten, and found by asking.
@@ -101,6 +102,9 @@ impl HandOver {
 
     /// Whether whoever sent it knows the grant id: the database.
     fn is_proven(&self, id: GrantId) -> bool {
+        if Mistake::BelievesNotifications.is_made() {
+            return true;
+        }
         let proof = Sha256::new()
             .chain_update(id.as_uuid().as_bytes())
             .chain_update(self.token.as_i64().to_be_bytes());

@@ -1,16 +1,24 @@
-//! Canaries: the schema made wrong on purpose, one mistake each, which the checker must notice.
+//! Canaries: something made wrong on purpose, one mistake each, which a cell must notice.
 //!
 //! A wrong function is made from the right one's own text, as the server has it, so it stays what it is but for
-//! the mistake. That the mistake was made is checked: a canary that is well shows nothing.
+//! the mistake. That the mistake was made is checked: a canary that is well shows nothing. Mistakes of the client and
+//! of the application are hooks of the library and of the workers.
 
 use sqlx::{AssertSqlSafe, PgPool};
+
+use crate::cell::{self, Cell};
+use crate::worker;
 
 /// A mistake.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Canary {
     pub(crate) mistake: &'static str,
-    /// The rule that it breaks.
+    /// Who has made it before: cases of the field.
+    pub(crate) made_by: &'static str,
+    /// The invariant that it breaks.
     pub(crate) breaks: &'static str,
+    /// Where that has to be noticed.
+    pub(crate) cell: &'static Cell,
     change: Change,
 }
 
@@ -20,12 +28,18 @@ enum Change {
     Function(&'static str, &'static [(&'static str, &'static str)]),
     /// How many tokens a session draws ahead.
     Cache(i64),
+    /// The library in the workers' processes.
+    Client(&'static str),
+    /// The workers themselves.
+    Worker(worker::Mistake),
 }
 
 /// The fence looks at the owner's life only.
 pub(crate) const NO_FENCE: Canary = Canary {
     mistake: "a fence without its lock and without comparing the pair",
+    made_by: "macro-inc/macro#6026",
     breaks: "I2",
+    cell: &cell::CLIENT_PAUSED,
     change: Change::Function(
         "fencepost.fence",
         &[
@@ -38,7 +52,9 @@ pub(crate) const NO_FENCE: Canary = Canary {
 /// A takeover takes the lock that an update takes, which the fence's lock does not stop.
 pub(crate) const WEAK_LOCK: Canary = Canary {
     mistake: "a takeover that does not wait for open fenced transactions",
+    made_by: "openbao/openbao#1571",
     breaks: "I2",
+    cell: &cell::CLIENT_PAUSED,
     change: Change::Function(
         "fencepost.acquire",
         &[("FOR UPDATE SKIP LOCKED", "FOR NO KEY UPDATE SKIP LOCKED")],
@@ -48,7 +64,9 @@ pub(crate) const WEAK_LOCK: Canary = Canary {
 /// Whoever holds is taken over from, alive or not.
 pub(crate) const IGNORES_LIFE: Canary = Canary {
     mistake: "a takeover from a living owner",
+    made_by: "hexpm/hexpm#1825",
     breaks: "I4",
+    cell: &cell::CLIENT_PAUSED,
     change: Change::Function(
         "fencepost.acquire",
         &[
@@ -61,7 +79,9 @@ pub(crate) const IGNORES_LIFE: Canary = Canary {
 /// It promises another ttl of life and leaves the row as it is.
 pub(crate) const IDLE_HEARTBEAT: Canary = Canary {
     mistake: "a heartbeat that answers and renews nothing",
+    made_by: "riverqueue/river#199",
     breaks: "I4",
+    cell: &cell::CLIENT_PAUSED,
     change: Change::Function(
         "fencepost.heartbeat",
         &[
@@ -75,7 +95,9 @@ pub(crate) const IDLE_HEARTBEAT: Canary = Canary {
 /// cannot tell their order, but what is written with the tokens can.
 pub(crate) const EARLY_TOKEN: Canary = Canary {
     mistake: "a token drawn before the lease's row is locked",
+    made_by: "nextlyhq/nextly#777",
     breaks: "I2",
+    cell: &cell::CLIENT_PAUSED,
     change: Change::Function(
         "fencepost.acquire",
         &[
@@ -90,13 +112,20 @@ pub(crate) const EARLY_TOKEN: Canary = Canary {
 };
 
 /// The sequence hands tokens to sessions in blocks, so they come in the order of the sessions' blocks.
-pub(crate) const CACHED_TOKENS: Canary =
-    Canary { mistake: "a sequence with a cache", breaks: "I1", change: Change::Cache(32) };
+pub(crate) const CACHED_TOKENS: Canary = Canary {
+    mistake: "a sequence with a cache",
+    made_by: "wavect/semaprax#192",
+    breaks: "I1",
+    cell: &cell::CLIENT_KILLED,
+    change: Change::Cache(32),
+};
 
 /// Whoever came last is served first.
 pub(crate) const NEWEST_FIRST: Canary = Canary {
     mistake: "a hand-over to the newest ticket",
+    made_by: "TODO",
     breaks: "I13",
+    cell: &cell::EVERYTHING_WAITING,
     change: Change::Function(
         "fencepost.hand_to_head",
         &[("ORDER BY w.ticket LIMIT 1", "ORDER BY w.ticket DESC LIMIT 1")],
@@ -106,7 +135,9 @@ pub(crate) const NEWEST_FIRST: Canary = Canary {
 /// Whoever asks when it is free gets it, though others wait.
 pub(crate) const JUMPS_QUEUE: Canary = Canary {
     mistake: "an acquire that does not look at the queue",
+    made_by: "TODO",
     breaks: "I13",
+    cell: &cell::EVERYTHING_WAITING,
     change: Change::Function(
         "fencepost.acquire",
         &[(
@@ -119,7 +150,9 @@ pub(crate) const JUMPS_QUEUE: Canary = Canary {
 /// Those who wait have to find out by asking.
 pub(crate) const SILENT_RELEASE: Canary = Canary {
     mistake: "a release that hands over to nobody",
+    made_by: "iopsystems/durable#66",
     breaks: "I12",
+    cell: &cell::EVERYTHING_WAITING,
     change: Change::Function(
         "fencepost.release",
         &[("IF EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name) THEN", "IF false THEN")],
@@ -129,16 +162,148 @@ pub(crate) const SILENT_RELEASE: Canary = Canary {
 /// A waiter that gives up keeps its place: it is served though nobody is there.
 pub(crate) const KEEPS_TICKETS: Canary = Canary {
     mistake: "a withdrawal that takes nothing back",
+    made_by: "constructorfabric/gears-rust#4705",
     breaks: "I11",
+    cell: &cell::EVERYTHING_WAITING,
     change: Change::Function(
         "fencepost.withdraw",
         &[("WHERE w.grant_id = p_grant_id;", "WHERE false;"), ("IF NOT withdrawn THEN", "IF false THEN")],
     ),
 };
 
+/// A heartbeat brings back whoever sends one.
+pub(crate) const REVIVES: Canary = Canary {
+    mistake: "a heartbeat as an upsert: it revives a dead owner",
+    made_by: "openbao/openbao#2097",
+    breaks: "I5",
+    cell: &cell::BLACK_HOLE,
+    change: Change::Function(
+        "fencepost.heartbeat",
+        &[("WHERE o.id = p_owner AND o.expires_at > clock_timestamp()", "WHERE o.id = p_owner")],
+    ),
+};
+
+/// Whoever releases frees the lease, though somebody else has it by now.
+pub(crate) const RELEASE_BY_NAME: Canary = Canary {
+    mistake: "a release by name alone",
+    made_by: "riverqueue/river#1302",
+    breaks: "I4",
+    cell: &cell::CLIENT_PAUSED,
+    change: Change::Function(
+        "fencepost.release",
+        &[(
+            "WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NULL",
+            "WHERE l.name = p_name AND l.released_at IS NULL",
+        )],
+    ),
+};
+
+/// A takeover finds the owner dead and does not write it down; a heartbeat in flight then succeeds. The time
+/// between the look and the takeover's end is stretched.
+pub(crate) const NO_MARK: Canary = Canary {
+    mistake: "a takeover that leaves the dead owner unmarked",
+    made_by: "oban-bg/oban#1488",
+    breaks: "I4",
+    cell: &cell::SLOW_NETWORK,
+    change: Change::Function(
+        "fencepost.acquire",
+        &[("UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_lease.owner;", "NULL;")],
+    ),
+};
+
+/// A release takes the lock that an open fence does not let pass.
+pub(crate) const WAITS_FOR_FENCES: Canary = Canary {
+    mistake: "a release that waits for open fences",
+    made_by: "enyineer/checkstack#233",
+    breaks: "I12",
+    cell: &cell::CANCELLED,
+    change: Change::Function(
+        "fencepost.release",
+        &[(
+            "    waiting := false;",
+            "    waiting := false;\n    PERFORM FROM fencepost.leases l WHERE l.name = p_name FOR UPDATE;",
+        )],
+    ),
+};
+
+pub(crate) const NO_RECONCILE: Canary = Canary {
+    mistake: "no look for grants that nobody knows",
+    made_by: "constructorfabric/gears-rust#4705",
+    breaks: "I12",
+    cell: &cell::CARELESS_ROLE,
+    change: Change::Client("no-reconcile"),
+};
+
+pub(crate) const NUMBER_ONLY: Canary = Canary {
+    mistake: "a fence that compares the number and not the grant",
+    made_by: "wavect/semaprax#192",
+    breaks: "I2",
+    cell: &cell::FAILOVER_LOSSY,
+    change: Change::Function(
+        "fencepost.fence",
+        &[("v_token <> p_token OR v_grant <> p_grant_id OR", "v_token <> p_token OR")],
+    ),
+};
+
+pub(crate) const AUTOCOMMIT: Canary = Canary {
+    mistake: "a fence in a transaction of its own",
+    made_by: "macro-inc/macro#6026",
+    breaks: "I2",
+    cell: &cell::CLIENT_PAUSED,
+    change: Change::Worker(worker::Mistake::FenceInAutocommit),
+};
+
+pub(crate) const NO_DEADLINE: Canary = Canary {
+    mistake: "a holder that believes until it is told otherwise",
+    made_by: "JasperFx/wolverine#2602, timescale/prometheus-postgresql-adapter#91",
+    breaks: "I4",
+    cell: &cell::BLACK_HOLE,
+    change: Change::Client("no-deadline"),
+};
+
+pub(crate) const COUNTS_FROM_ANSWER: Canary = Canary {
+    mistake: "trust counted from a heartbeat's answer",
+    made_by: "nextlyhq/nextly#777",
+    breaks: "I4",
+    cell: &cell::SLOW_NETWORK,
+    change: Change::Client("counts-from-answer"),
+};
+
+pub(crate) const BELIEVES_NOTIFICATIONS: Canary = Canary {
+    mistake: "a notification that is believed without its digest",
+    made_by: "etcd-io/etcd#11456",
+    breaks: "I4",
+    cell: &cell::NOTIFICATIONS,
+    change: Change::Client("believes-notifications"),
+};
+
+pub(crate) const WALL_CLOCK: Canary = Canary {
+    mistake: "a deadline by the clock that people set",
+    made_by: "lukas-krecan/ShedLock#231, quartz-scheduler/quartz#106",
+    breaks: "I4",
+    cell: &cell::CLOCKS_STEPPED,
+    change: Change::Client("wall-clock"),
+};
+
 impl Canary {
+    /// The mistake of the library, by its name there.
+    pub(crate) fn of_the_client(&self) -> Option<&'static str> {
+        match self.change {
+            Change::Client(mistake) => Some(mistake),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn of_the_worker(&self) -> Option<worker::Mistake> {
+        match self.change {
+            Change::Worker(mistake) => Some(mistake),
+            _ => None,
+        }
+    }
+
     pub(crate) async fn install(&self, pool: &PgPool) {
         let wrong = match self.change {
+            Change::Client(_) | Change::Worker(_) => return,
             Change::Function(function, replace) => {
                 let right = sqlx::query_scalar("SELECT pg_get_functiondef($1::regproc)").bind(function);
                 let mut text: String = right.fetch_one(pool).await.unwrap();

@@ -10,7 +10,8 @@
 //! | I1 | a grant | it began after another's answer and its token is not larger; or a token is there twice |
 //! | I2 | a write, a row | acknowledged and not once in the log; in the log and known to have failed, or by nobody; values not 1 … n; tokens fall; COMMIT sent after the answer of a later grant, and there |
 //! | I4 | a look at `is_held` | "yes", asked, or still to be relied on, after the answer of a later grant, or after being told of the loss by the signal or a fence |
-//! | I5 | a stop longer than the trust | "yes" after waking; or no signal within [`SIGNAL_WITHIN`] |
+//! | I5 | a stop or a cut longer than the trust | "yes" after it; or no signal within [`SIGNAL_WITHIN`]; or a dead owner lives again |
+//! | I12 | where nothing may be lost, a grant | its loss is signalled |
 //!
 //! I12 and I13 of the line are judged in `line_checker`.
 //!
@@ -36,13 +37,43 @@ pub(crate) struct Row {
     pub(crate) op: i64,
 }
 
-/// A time in which a process did not run: from when it was seen to stand still to just before it was woken.
+/// A time in which a process did not run, from when it was seen to stand still to just before it was woken; or in
+/// which it could not reach the server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stop {
     pub(crate) process: i32,
     pub(crate) stood: u64,
     pub(crate) woken: u64,
     pub(crate) ttl: Duration,
+    pub(crate) outage: Outage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outage {
+    /// It did not run.
+    Stood,
+    /// It ran, and reached nobody.
+    CutOff,
+}
+
+impl Stop {
+    /// From when on the process has to know that it has lost what it held, if the outage was long enough: when
+    /// it runs again, or by its own clock while it is cut off.
+    fn known_from(&self) -> Option<u64> {
+        let margin = (self.ttl / 10).max(Duration::from_millis(5));
+        let trust = match self.outage {
+            Outage::Stood => self.ttl.saturating_sub(margin),
+            Outage::CutOff => self.ttl,
+        };
+        if Duration::from_nanos(self.woken.saturating_sub(self.stood)) < trust {
+            return None;
+        }
+        Some(match self.outage {
+            Outage::Stood => self.woken,
+            // A heartbeat may just have been answered; the margin is enough for that.
+            Outage::CutOff => self.stood + u64::try_from(self.ttl.as_nanos()).unwrap_or(u64::MAX),
+        })
+    }
 }
 
 /// All that is judged.
@@ -58,6 +89,12 @@ pub(crate) struct Facts {
     pub(crate) line: Vec<Event>,
     /// How many nanoseconds the clock of the records is ahead of the line's.
     pub(crate) clock: i64,
+    /// Owners that were dead and lived again.
+    pub(crate) revived: Vec<String>,
+    /// When a primary was left with commits that its successor has not.
+    pub(crate) failed_over: Option<u64>,
+    /// Nothing happened of which anything could be lost.
+    pub(crate) calm: bool,
 }
 
 /// What one rule came to.
@@ -104,16 +141,16 @@ impl Report {
 
 /// The records of one step, put together.
 #[derive(Clone, Debug)]
-struct Step {
-    process: i32,
+pub(crate) struct Step {
+    pub(crate) process: i32,
     op: i64,
-    kind: Kind,
-    name: String,
-    token: Option<i64>,
-    value: Option<i64>,
-    began: u64,
+    pub(crate) kind: Kind,
+    pub(crate) name: String,
+    pub(crate) token: Option<i64>,
+    pub(crate) value: Option<i64>,
+    pub(crate) began: u64,
     commit: Option<u64>,
-    ended: Option<(u64, Phase)>,
+    pub(crate) ended: Option<(u64, Phase)>,
     why: String,
 }
 
@@ -123,7 +160,7 @@ impl Step {
         self.kind == Kind::Write && self.is(Phase::Fail) && self.why.starts_with(REJECTED)
     }
 
-    fn is(&self, phase: Phase) -> bool {
+    pub(crate) fn is(&self, phase: Phase) -> bool {
         self.ended.is_some_and(|(_, ended)| ended == phase)
     }
 }
@@ -136,7 +173,9 @@ pub(crate) fn check(facts: &Facts) -> Report {
     writes_are_there_once(facts, &steps, &mut report);
     log_is_in_order(facts, &mut report);
     nothing_after_a_later_grant(facts, &steps, &grants, &mut report);
-    stopped_holders_know(facts, &grants, &mut report);
+    holders_know_in_time(facts, &grants, &mut report);
+    dead_is_final(facts, &mut report);
+    nothing_is_lost_without_a_reason(facts, &grants, &mut report);
     line_checker::judge(facts, &mut report);
     for step in &steps {
         count(step, &mut report);
@@ -165,12 +204,13 @@ fn count(step: &Step, report: &mut Report) {
         (Kind::Write, _) => "writes cut off",
         (Kind::Twin, Some(Phase::Ok)) => "twin writes",
         (Kind::Lost, _) => "losses signalled",
+        (Kind::Trouble, _) => "troubles",
         _ => return,
     };
     report.tally(what);
 }
 
-fn steps(records: &[Record]) -> Vec<Step> {
+pub(crate) fn steps(records: &[Record]) -> Vec<Step> {
     let mut steps: Vec<Step> = Vec::new();
     let mut known: HashMap<(i32, i64), usize> = HashMap::new();
     for record in records {
@@ -258,9 +298,11 @@ fn writes_are_there_once(facts: &Facts, steps: &[Step], report: &mut Report) {
         let same = |row: &&Row| {
             row.name == step.name && Some(row.token) == step.token && Some(row.value) == step.value
         };
-        let right = match step.ended.map(|(_, phase)| phase) {
-            Some(Phase::Ok) => found.len() == 1,
-            Some(Phase::Fail) => found.is_empty(),
+        let right = match step.ended {
+            // What the old primary has said it kept, the new one may not have.
+            Some((at, Phase::Ok)) if facts.failed_over.is_some_and(|failed| at <= failed) => found.len() <= 1,
+            Some((_, Phase::Ok)) => found.len() == 1,
+            Some((_, Phase::Fail)) => found.is_empty(),
             // Without a word of COMMIT it was not sent.
             _ => found.len() <= usize::from(step.commit.is_some()),
         };
@@ -311,7 +353,9 @@ fn nothing_after_a_later_grant(facts: &Facts, steps: &[Step], grants: &Grants, r
         let (at, _) = step.ended.unwrap_or((u64::MAX, Phase::Unknown));
         told.entry((step.process, step.token)).and_modify(|first| *first = at.min(*first)).or_insert(at);
     }
-    let later = Later::new(grants);
+    // Grants of a primary that was left may never have been.
+    let lasting = |grant: &Grant| facts.failed_over.is_none_or(|failed| grant.answered > failed);
+    let later = Later::new(grants, lasting);
     for step in steps {
         let (rule, until, stands) = match step.kind {
             Kind::Believe => {
@@ -342,9 +386,9 @@ fn nothing_after_a_later_grant(facts: &Facts, steps: &[Step], grants: &Grants, r
 struct Later(HashMap<String, Vec<(i64, Grant)>>);
 
 impl Later {
-    fn new(grants: &Grants) -> Self {
+    fn new(grants: &Grants, lasting: impl Fn(&Grant) -> bool) -> Self {
         let of_name = |grants: &Vec<Grant>| {
-            let mut by_token = grants.clone();
+            let mut by_token: Vec<Grant> = grants.iter().copied().filter(|grant| lasting(grant)).collect();
             by_token.sort_by_key(|grant| std::cmp::Reverse(grant.token));
             let first = by_token.iter().scan(None::<Grant>, |first, grant| {
                 let earlier = first.filter(|first| first.answered < grant.answered);
@@ -363,20 +407,20 @@ impl Later {
     }
 }
 
-/// I5: a process that was stopped for longer than it may trust its last heartbeat knows that it has lost what it
-/// held before, at once by `is_held`, soon by the signal.
-fn stopped_holders_know(facts: &Facts, grants: &Grants, report: &mut Report) {
+/// I5: a process that was stopped or cut off for longer than it may trust its last heartbeat knows that it has lost
+/// what it held before, at once by `is_held`, soon by the signal.
+fn holders_know_in_time(facts: &Facts, grants: &Grants, report: &mut Report) {
     let mut of_process: HashMap<i32, Vec<&Record>> = HashMap::new();
     for record in &facts.records {
         of_process.entry(record.process).or_default().push(record);
     }
     for stop in &facts.stops {
-        let trust = stop.ttl.saturating_sub((stop.ttl / 10).max(Duration::from_millis(5)));
-        let stood = Duration::from_nanos(stop.woken.saturating_sub(stop.stood));
-        let Some(records) = of_process.get(&stop.process).filter(|_| stood >= trust) else { continue };
-        let bound = stop.woken + u64::try_from(SIGNAL_WITHIN.as_nanos()).unwrap();
-        let again = facts.stops.iter().filter(|s| s.process == stop.process && s.stood > stop.woken);
-        let undisturbed = again.map(|stop| stop.stood).min().unwrap_or(u64::MAX);
+        let Some((records, known)) = of_process.get(&stop.process).zip(stop.known_from()) else { continue };
+        let bound = known + u64::try_from(SIGNAL_WITHIN.as_nanos()).unwrap();
+        let again = facts.stops.iter().filter(|s| s.process == stop.process && s.outage == Outage::Stood);
+        let undisturbed =
+            again.filter(|s| s.woken > known && s.stood > stop.stood).map(|stop| stop.stood).min();
+        let undisturbed = undisturbed.unwrap_or(u64::MAX);
         let last = records.last().map_or(0, |record| record.at);
         for grant in
             grants.values().flatten().filter(|g| g.process == stop.process && g.answered < stop.stood)
@@ -388,14 +432,14 @@ fn stopped_holders_know(facts: &Facts, grants: &Grants, report: &mut Report) {
                 continue;
             }
             report.judged("I5");
-            let yes = |r: &&&Record| r.kind == Kind::Believe && r.phase == Phase::Ok && r.at >= stop.woken;
+            let yes = |r: &&&Record| r.kind == Kind::Believe && r.phase == Phase::Ok && r.at >= known;
             if let Some(look) = its().find(yes) {
                 report.break_rule("I5", format!("{grant:?} is believed in after {stop:?}: {look:?}"));
             }
             // A process that was killed or stopped again meanwhile had not its time.
             match end {
                 Some(end) if end <= bound && end < undisturbed => {
-                    let took = Duration::from_nanos(end.saturating_sub(stop.woken));
+                    let took = Duration::from_nanos(end.saturating_sub(known));
                     report.slowest_signal = report.slowest_signal.max(took);
                 }
                 Some(end) if end <= bound => {}
@@ -405,6 +449,29 @@ fn stopped_holders_know(facts: &Facts, grants: &Grants, report: &mut Report) {
                 _ => {}
             }
         }
+    }
+}
+
+/// I5: what was told of its death stays dead.
+fn dead_is_final(facts: &Facts, report: &mut Report) {
+    for owner in &facts.revived {
+        report.break_rule("I5", format!("the dead owner {owner} lives again"));
+    }
+}
+
+/// I12: no false alarms.
+fn nothing_is_lost_without_a_reason(facts: &Facts, grants: &Grants, report: &mut Report) {
+    if !facts.calm {
+        return;
+    }
+    for _ in grants.values().flatten() {
+        report.judged("I12");
+    }
+    let alarm = |record: &&Record| {
+        record.kind == Kind::Lost || (record.kind == Kind::Acquire && record.phase == Phase::Unknown)
+    };
+    for record in facts.records.iter().filter(alarm) {
+        report.break_rule("I12", format!("nothing has happened, and yet: {record:?}"));
     }
 }
 

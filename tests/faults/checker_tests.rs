@@ -206,7 +206,13 @@ fn stopped() -> Story {
     let mut story = Story::default();
     story.grant(1, 10, 0, 10);
     let (stood, woken) = (1_000_000_000, 2_000_000_000);
-    story.facts.stops.push(Stop { process: 1, stood, woken, ttl: Duration::from_millis(100) });
+    story.facts.stops.push(Stop {
+        process: 1,
+        stood,
+        woken,
+        ttl: Duration::from_millis(100),
+        outage: Outage::Stood,
+    });
     story.op += 1;
     story
 }

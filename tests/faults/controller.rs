@@ -1,12 +1,4 @@
-//! A run: a server, workers, faults from a seed, healing, and the facts that are left to judge.
-//!
-//! | fault | how |
-//! |---|---|
-//! | paused at random | SIGSTOP for 0.3 to 3 ttl, SIGCONT |
-//! | paused where it hurts | on a worker's request, until somebody else has been granted more (and has written) |
-//! | killed | SIGKILL, a fresh process in its place |
-//! | session ended | `pg_terminate_backend`: heartbeats, calls, the application's, inside of fenced transactions |
-//! | rolled back | by the workers themselves |
+//! A run of a cell: its stage, its workers, faults from a seed, healing, and the facts that are left to judge.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,30 +6,31 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use fencepost::testing::Server;
-use sqlx::postgres::PgPoolOptions;
-use sqlx::{ConnectOptions as _, PgPool, Row as _};
+use sqlx::{PgPool, Row as _};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::canary::Canary;
+use crate::cell::Cell;
 use crate::checker::{Facts, Row};
 use crate::dice::Dice;
+use crate::fault::Fault;
 use crate::fleet::{Fleet, Target};
 use crate::history::{self, now};
 use crate::line;
+use crate::stage::{Stage, Way};
 use crate::worker::{Ask, Mode, Place};
 
 /// The longest that anything here may take, on a slow machine too. Not a measurement.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
-/// A paused holder that kept everybody else out for [`BLOCKED_FOR`], twenty times a ttl and more.
+/// A paused holder that kept everybody else out for [`BLOCKED_FOR`], several times any ttl.
 pub(crate) const BLOCKED: &str = "paused, and nobody took over";
-pub(crate) const BLOCKED_FOR: Duration = Duration::from_secs(5);
+pub(crate) const BLOCKED_FOR: Duration = Duration::from_secs(10);
 
-/// No more than these are stopped at a time: somebody must take over.
-const MOST_STOPPED: usize = 3;
+/// No more than these are stopped or out of reach at a time: somebody must take over.
+pub(crate) const MOST_STOPPED: usize = 3;
 
 /// Names to contend for, and more of them to wait for.
 const NAMES: [&str; 4] = ["amber", "birch", "cedar", "dogwood"];
@@ -47,28 +40,20 @@ const TABLES: &str = "\
     CREATE TABLE twin (name text PRIMARY KEY, value bigint NOT NULL); \
     CREATE TABLE log (name text, token bigint, value bigint, process integer, op bigint)";
 
-/// The sessions that a fault may end, by what they are.
-const SESSIONS: [(&str, &str); 5] = [
-    (
-        "heartbeat's session ended",
-        "application_name LIKE 'fencepost %' AND query LIKE '%fencepost.heartbeat%'",
-    ),
-    (
-        "call's session ended",
-        "application_name LIKE 'fencepost %' AND query NOT LIKE '%fencepost.heartbeat%' AND query NOT LIKE 'LISTEN%'",
-    ),
-    ("listening session ended", "application_name LIKE 'fencepost %' AND query LIKE 'LISTEN%'"),
-    ("application's session ended", "application_name = 'faults worker' AND xact_start IS NULL"),
-    ("fenced session ended", "application_name = 'faults worker' AND state LIKE 'idle in transaction%'"),
-];
+/// Where the database writes down what only it sees: a dead owner that lives again.
+const WATCH: &str = "\
+    CREATE TABLE revived (owner uuid); \
+    CREATE FUNCTION note_revival() RETURNS trigger LANGUAGE plpgsql AS \
+        'BEGIN INSERT INTO public.revived VALUES (NEW.id); RETURN NULL; END'; \
+    CREATE TRIGGER note_revival AFTER UPDATE ON fencepost.owners FOR EACH ROW \
+        WHEN (OLD.expires_at = 'epoch' AND NEW.expires_at > OLD.expires_at) EXECUTE FUNCTION note_revival()";
 
 /// What to run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
+    pub(crate) cell: &'static Cell,
     pub(crate) seed: u64,
     pub(crate) length: Duration,
-    pub(crate) workers: usize,
-    pub(crate) mode: Mode,
     pub(crate) canary: Option<Canary>,
 }
 
@@ -90,12 +75,12 @@ pub(crate) struct Outcome {
     pub(crate) folder: PathBuf,
 }
 
-pub(crate) async fn run(plan: Plan) -> Outcome {
-    let server = Server::builder().start().unwrap();
-    let options = server.options().application_name("faults controller").disable_statement_logging();
-    let pool = PgPoolOptions::new().max_connections(6).connect_with(options).await.unwrap();
-    fencepost::migrate(&pool).await.unwrap();
-    let count = if plan.mode == Mode::Wait { NAMES.len() } else { 3 };
+/// What came of it, or why it cannot be run on this machine.
+pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
+    let cell = plan.cell;
+    let stage = Arc::new(Stage::set(cell.setting, cell.workers).await?);
+    let pool = stage.pool();
+    let count = if cell.mode == Mode::Wait { NAMES.len() } else { 3 };
     let names: Vec<String> = NAMES.iter().take(count).map(|name| (*name).to_owned()).collect();
     sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
     for fill in
@@ -103,32 +88,37 @@ pub(crate) async fn run(plan: Plan) -> Outcome {
     {
         sqlx::query(fill).bind(&names).execute(&pool).await.unwrap();
     }
-    if plan.mode == Mode::Wait {
+    sqlx::raw_sql(WATCH).execute(&pool).await.unwrap();
+    // What it notes would not outlive a crash.
+    let line = cell.mode == Mode::Wait && !cell.forgets();
+    if line {
         line::watch(&pool).await;
     }
     if let Some(canary) = plan.canary {
         canary.install(&pool).await;
     }
-    let folder = format!("faults-{}-{:?}-{}", std::process::id(), plan.mode, plan.seed);
+    let folder = format!("faults-{}-{}", std::process::id(), plan.seed);
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
     fs::create_dir_all(&folder).unwrap();
 
     let (asks, mut asked) = mpsc::unbounded_channel();
-    let fleet = Arc::new(Fleet::new(plan.seed, server.url(), folder.clone(), names.clone(), asks, plan.mode));
-    fleet.start(plan.workers);
-    let faults = inject(plan, &fleet, &pool, &mut asked).await;
+    let fleet = Arc::new(Fleet::new(plan, Arc::clone(&stage), folder.clone(), names.clone(), asks)?);
+    fleet.start(cell.workers);
+    let faults = inject(plan, &fleet, &mut asked).await;
 
-    // From here on nobody is stopped any more.
+    // From here on nobody is stopped any more, and nothing stands in the way.
+    stage.clear();
     let answering = async {
         while let Some((target, _)) = asked.recv().await {
             fleet.refuse(target);
         }
     };
+    let pool = stage.pool();
     // A canary may have made a mistake of which nothing heals.
     let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
     let healing = async {
         let healed = heal(&pool, &names, patience).await;
-        if plan.mode == Mode::Wait {
+        if line {
             line::quit(&pool).await;
         }
         let failed = fleet.finish().await;
@@ -138,84 +128,65 @@ pub(crate) async fn run(plan: Plan) -> Outcome {
         healing = healing => healing,
         () = answering => unreachable!("the fleet keeps its sender"),
     };
-    let left = left_behind(&pool).await;
+    let left = left_behind(&pool, cell.setting.way == Way::Pooler).await;
     let facts = Facts {
         records: history::read(&folder),
         stops: fleet.stops(),
         log: log(&pool).await,
         counters: values(&pool, "SELECT name, value FROM counter").await,
         twins: values(&pool, "SELECT name, value FROM twin").await,
-        line: if plan.mode == Mode::Wait { line::read(&pool).await } else { Vec::new() },
+        line: if line { line::read(&pool).await } else { Vec::new() },
         clock: clock(&pool).await,
+        revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
+        failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
+        calm: cell.calm,
     };
     pool.close().await;
     let processes = fleet.started();
-    Outcome { facts, faults, healed, taken_once_more, failed, left, processes, folder }
+    Ok(Outcome { facts, faults, healed, taken_once_more, failed, left, processes, folder })
 }
 
-/// Faults, one after the other and some beside each other, until the time is over and all are awake again.
+/// Faults, beside each other, until the time is over and all are awake and reachable again.
 async fn inject(
     plan: Plan,
     fleet: &Arc<Fleet>,
-    pool: &PgPool,
     asked: &mut mpsc::UnboundedReceiver<(Target, Ask)>,
 ) -> BTreeMap<&'static str, u64> {
+    let cell = plan.cell;
     let mut dice = Dice::new(plan.seed ^ 0x5eed);
     let mut faults = BTreeMap::new();
-    let mut stopping = JoinSet::new();
+    let mut striking = JoinSet::new();
     let end = Instant::now() + plan.length;
     let mut next = Instant::now() + Duration::from_millis(300);
     while Instant::now() < end {
         tokio::select! {
             Some((target, ask)) = asked.recv() => {
-                if fleet.stopped() < MOST_STOPPED {
-                    stopping.spawn(stop_where_it_hurts(Arc::clone(fleet), pool.clone(), target, ask));
+                if cell.pauses && fleet.stopped() < MOST_STOPPED {
+                    striking.spawn(stop_where_it_hurts(Arc::clone(fleet), target, ask));
                 } else {
                     fleet.refuse(target);
                 }
-                continue;
             }
-            Some(fault) = stopping.join_next(), if !stopping.is_empty() => {
+            Some(fault) = striking.join_next(), if !striking.is_empty() => {
                 if let Some(fault) = fault.unwrap() {
                     *faults.entry(fault).or_default() += 1;
                 }
-                continue;
             }
-            () = sleep_until(next.min(end)) => {}
-        }
-        // Load, not synchronisation. A longer ttl takes longer to get over a kill.
-        let waiting = plan.mode == Mode::Wait;
-        let most = if waiting { 150 } else { 50 };
-        next = Instant::now() + Duration::from_millis(dice.between(5, most));
-        let kills = if waiting { 5 } else { 8 };
-        let fault = match dice.below(100) {
-            0..30 => {
-                if fleet.stopped() < MOST_STOPPED
-                    && let Some(target) = fleet.any()
-                {
-                    let share = dice.between(30, 300);
-                    stopping.spawn(stop_for_a_while(Arc::clone(fleet), target, share));
+            () = sleep_until(next.min(end)) => {
+                // Load, not synchronisation.
+                next = Instant::now() + Duration::from_millis(dice.between(cell.every.0, cell.every.1));
+                if let Some(fault) = draw(cell, &mut dice) {
+                    let dice = Dice::new(dice.next());
+                    striking.spawn(fault.strike(Arc::clone(fleet), dice));
                 }
-                None
             }
-            roll if (30..30 + kills).contains(&roll) => fleet.any().map(|target| {
-                fleet.replace(target);
-                "killed"
-            }),
-            _ => {
-                let (what, which) = *dice.pick(&SESSIONS);
-                end_a_session(pool, which, &mut dice).await.then_some(what)
-            }
-        };
-        if let Some(fault) = fault {
-            *faults.entry(fault).or_default() += 1;
         }
     }
     // Those that are stopped wait for others to take over, so the others must go on.
-    while !stopping.is_empty() {
+    while !striking.is_empty() {
         tokio::select! {
             Some((target, _)) = asked.recv() => fleet.refuse(target),
-            Some(fault) = stopping.join_next() => {
+            Some(fault) = striking.join_next() => {
                 if let Some(fault) = fault.unwrap() {
                     *faults.entry(fault).or_default() += 1;
                 }
@@ -225,27 +196,23 @@ async fn inject(
     faults
 }
 
-/// `share`: of the ttl, in percent.
-async fn stop_for_a_while(fleet: Arc<Fleet>, target: Target, share: u64) -> Option<&'static str> {
-    let ttl = fleet.ttl(target)?;
-    let stood = fleet.stop(target).await?;
-    sleep(ttl * u32::try_from(share).unwrap() / 100).await;
-    fleet.wake(target, stood, false);
-    Some("paused at random")
+fn draw(cell: &Cell, dice: &mut Dice) -> Option<Fault> {
+    let all: u64 = cell.faults.iter().map(|(share, _)| share).sum();
+    let mut roll = if all == 0 { 0 } else { dice.below(all) };
+    cell.faults.iter().find_map(|(share, fault)| {
+        let hit = roll < *share;
+        roll = roll.saturating_sub(*share);
+        hit.then_some(*fault)
+    })
 }
 
 /// Stopped where it asked for it, until somebody else has been granted a larger token (and has written).
-async fn stop_where_it_hurts(
-    fleet: Arc<Fleet>,
-    pool: PgPool,
-    target: Target,
-    ask: Ask,
-) -> Option<&'static str> {
+async fn stop_where_it_hurts(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Option<&'static str> {
     let Some(stood) = fleet.stop(target).await else {
         fleet.refuse(target);
         return None;
     };
-    let overtaken = timeout(BLOCKED_FOR, overtaken(pool, ask.clone())).await.is_ok();
+    let overtaken = timeout(BLOCKED_FOR, overtaken(&fleet, &ask)).await.is_ok();
     fleet.wake(target, stood, true);
     Some(match (overtaken, ask.place) {
         (false, Place::Twin) => "paused, and nobody wrote",
@@ -256,32 +223,20 @@ async fn stop_where_it_hurts(
     })
 }
 
-async fn overtaken(pool: PgPool, ask: Ask) {
+async fn overtaken(fleet: &Fleet, ask: &Ask) {
     loop {
         let overtaken = sqlx::query_scalar(
             "SELECT (SELECT token FROM fencepost.leases WHERE name = $1) <> $2 \
              AND (NOT $3 OR (SELECT value FROM twin WHERE name = $1) > $4)",
         );
-        let overtaken = overtaken.bind(ask.name.clone()).bind(ask.token);
+        let overtaken = overtaken.bind(&ask.name).bind(ask.token);
         let overtaken = overtaken.bind(ask.place == Place::Twin).bind(ask.value);
-        if overtaken.fetch_one(&pool).await.unwrap() {
+        // The server may be out of reach itself.
+        if overtaken.fetch_one(&fleet.stage().pool()).await.unwrap_or(false) {
             return;
         }
         sleep(Duration::from_millis(1)).await;
     }
-}
-
-async fn end_a_session(pool: &PgPool, which: &str, dice: &mut Dice) -> bool {
-    let query = format!("SELECT pid FROM pg_stat_activity WHERE {which} ORDER BY pid");
-    let pids: Vec<i32> = sqlx::query_scalar(sqlx::AssertSqlSafe(query)).fetch_all(pool).await.unwrap();
-    if pids.is_empty() {
-        return false;
-    }
-    sqlx::query_scalar("SELECT pg_terminate_backend($1)")
-        .bind(*dice.pick(&pids))
-        .fetch_one(pool)
-        .await
-        .unwrap()
 }
 
 /// I12: how long until each name is granted anew.
@@ -302,10 +257,12 @@ async fn heal(pool: &PgPool, names: &[String], patience: Duration) -> Option<Dur
 }
 
 /// I11: sessions, transactions and locks that outlive their processes, and what is still held.
-async fn left_behind(pool: &PgPool) -> Vec<String> {
+///
+/// A pooler keeps sessions: there only their transactions count.
+async fn left_behind(pool: &PgPool, pooled: bool) -> Vec<String> {
     const LEFT: &str = "\
         SELECT 'a session: ' || application_name || ', ' || coalesce(state, '?') || ', ' || query \
-          FROM pg_stat_activity WHERE backend_type = 'client backend' AND application_name <> 'faults controller' \
+          FROM pg_stat_activity WHERE usename = 'worker' AND application_name <> 'a stranger' AND NOT $1 \
         UNION ALL SELECT 'idle in transaction: ' || application_name FROM pg_stat_activity \
           WHERE state LIKE 'idle in transaction%' \
         UNION ALL SELECT 'an advisory lock' FROM pg_locks WHERE locktype = 'advisory' \
@@ -313,7 +270,8 @@ async fn left_behind(pool: &PgPool) -> Vec<String> {
           WHERE l.released_at IS NULL AND o.expires_at > clock_timestamp() \
         UNION ALL SELECT 'a ticket of the living: ' || w.name FROM fencepost.waiters w \
           JOIN fencepost.owners o ON o.id = w.owner WHERE o.expires_at > clock_timestamp()";
-    let look = async || -> Vec<String> { sqlx::query_scalar(LEFT).fetch_all(pool).await.unwrap() };
+    let look =
+        async || -> Vec<String> { sqlx::query_scalar(LEFT).bind(pooled).fetch_all(pool).await.unwrap() };
     // A session that was ended takes a moment to go.
     let clean = async {
         while !look().await.is_empty() {
@@ -353,6 +311,16 @@ async fn clock(pool: &PgPool) -> i64 {
 
 async fn values(pool: &PgPool, query: &'static str) -> BTreeMap<String, i64> {
     sqlx::query_as(query).fetch_all(pool).await.unwrap().into_iter().collect()
+}
+
+/// As soon as the database answers yes; fails after [`DEADLINE`].
+pub(crate) async fn until_asked(pool: &PgPool, what: &str, query: &'static str) {
+    let yes = async {
+        while !sqlx::query_scalar(query).fetch_one(pool).await.unwrap_or(false) {
+            sleep(Duration::from_millis(3)).await;
+        }
+    };
+    timeout(DEADLINE, yes).await.unwrap_or_else(|_| panic!("not in {DEADLINE:?}: {what}"));
 }
 
 /// The value, as soon as the probe has one; fails after [`DEADLINE`].

@@ -1,20 +1,21 @@
-//! The worker processes as the controller has them: started, stopped, woken, killed, replaced.
+//! The worker processes as the controller has them: started, stopped, woken, cut off, killed, replaced.
 //!
 //! Signals go only to children of this process that have not been waited for, so never to a stranger.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use tokio::sync::mpsc;
 
-use crate::checker::Stop;
-use crate::controller::until;
+use crate::checker::{Outage, Stop};
+use crate::controller::{MOST_STOPPED, Plan, until};
 use crate::dice::Dice;
 use crate::history::now;
+use crate::stage::Stage;
 use crate::worker::{ASK, Ask, Mode, Orders, VARIABLE};
 
 /// The test that a worker process runs.
@@ -27,13 +28,22 @@ pub(crate) struct Target {
     process: i32,
 }
 
+impl Target {
+    /// Of its way to the server.
+    pub(crate) fn place(self) -> usize {
+        self.place
+    }
+}
+
 struct Worker {
     process: i32,
     child: Child,
     input: ChildStdin,
     ttl: Duration,
-    /// Somebody has it stopped, or is about to.
+    /// Somebody has it stopped or cut off, or is about to.
     taken: bool,
+    /// What its wall clock is ahead of the true one is written here.
+    clock: Option<PathBuf>,
 }
 
 pub(crate) struct Fleet {
@@ -44,10 +54,15 @@ pub(crate) struct Fleet {
     /// Those that ended by themselves and not well.
     failed: Mutex<Vec<String>>,
     asks: mpsc::UnboundedSender<(Target, Ask)>,
-    url: String,
+    stage: Arc<Stage>,
+    /// Taken by the fault that concerns everybody, one at a time.
+    server_fault: tokio::sync::Mutex<()>,
+    failover: Mutex<Option<u64>>,
     folder: PathBuf,
     names: Vec<String>,
-    mode: Mode,
+    plan: Plan,
+    /// The library that makes a clock wrong, where one is wanted.
+    false_clock: Option<PathBuf>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -55,23 +70,42 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Fleet {
-    /// Its workers' requests to be stopped come through `asks`.
+    /// Its workers' requests to be stopped come through `asks`. Or why there can be none on this machine.
     pub(crate) fn new(
-        seed: u64,
-        url: String,
+        plan: Plan,
+        stage: Arc<Stage>,
         folder: PathBuf,
         names: Vec<String>,
         asks: mpsc::UnboundedSender<(Target, Ask)>,
-        mode: Mode,
-    ) -> Self {
+    ) -> Result<Self, &'static str> {
+        let false_clock = if plan.cell.habits.false_clock {
+            Some(false_clock().ok_or("libfaketime is not installed")?)
+        } else {
+            None
+        };
         let (workers, started, stops) = (Mutex::default(), Mutex::new(0), Mutex::default());
-        let (dice, failed) = (Mutex::new(Dice::new(seed)), Mutex::default());
-        Self { workers, dice, started, stops, failed, asks, url, folder, names, mode }
+        let (dice, failed, failover) = (Mutex::new(Dice::new(plan.seed)), Mutex::default(), Mutex::default());
+        let server_fault = tokio::sync::Mutex::default();
+        Ok(Self {
+            workers,
+            dice,
+            started,
+            stops,
+            failed,
+            asks,
+            stage,
+            server_fault,
+            failover,
+            folder,
+            names,
+            plan,
+            false_clock,
+        })
     }
 
     pub(crate) fn start(&self, count: usize) {
         for place in 0..count {
-            let worker = self.spawn(place, self.mode);
+            let worker = self.spawn(place, self.plan.cell.mode);
             lock(&self.workers).push(worker);
         }
     }
@@ -84,19 +118,33 @@ impl Fleet {
         };
         let (seed, ttl) = {
             let mut dice = lock(&self.dice);
-            let (least, most) = if self.mode == Mode::Wait { (500, 1_000) } else { (50, 150) };
+            let (least, most) = self.plan.cell.ttl;
             (dice.next(), Duration::from_millis(dice.between(least, most)))
         };
         let orders = Orders {
             process,
-            url: self.url.clone(),
+            url: self.stage.url(place),
             history: self.folder.join(format!("{process:04}.jsonl")),
             ttl,
             seed,
             names: self.names.clone(),
             mode,
+            habits: self.plan.cell.habits,
+            mistake: self.plan.canary.and_then(|canary| canary.of_the_worker()),
         };
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let clock = self.false_clock.as_ref().map(|library| {
+            let file = self.folder.join(format!("{process:04}.clock"));
+            std::fs::write(&file, "+0").unwrap();
+            // Only the wall clock: the other one cannot be set.
+            command.env("LD_PRELOAD", library).env("FAKETIME_TIMESTAMP_FILE", &file);
+            command.env("FAKETIME_NO_CACHE", "1").env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+            file
+        });
+        if let Some(mistake) = self.plan.canary.and_then(|canary| canary.of_the_client()) {
+            command.env(fencepost::testing::MISTAKE, mistake);
+        }
+        let mut child = command
             .args(["--exact", ENTRY, "--nocapture", "--test-threads=1"])
             .env(VARIABLE, serde_json::to_string(&orders).unwrap())
             .stdin(Stdio::piped())
@@ -114,7 +162,7 @@ impl Fleet {
                 }
             }
         });
-        Worker { process, child, input, ttl, taken: false }
+        Worker { process, child, input, ttl, taken: false, clock }
     }
 
     /// One of the workers that nobody has stopped.
@@ -127,6 +175,32 @@ impl Fleet {
             .collect();
         drop(workers);
         (!free.is_empty()).then(|| *lock(&self.dice).pick(&free))
+    }
+
+    /// The same, if not too many are stopped already.
+    pub(crate) fn any_to_stop(&self) -> Option<Target> {
+        if self.stopped() < MOST_STOPPED { self.any() } else { None }
+    }
+
+    /// Nobody else stops it from now on, until [`cut_off`](Self::cut_off) says that it was.
+    pub(crate) fn any_to_cut_off(&self) -> Option<Target> {
+        let target = self.any_to_stop()?;
+        let free = self.with(target, |worker| !std::mem::replace(&mut worker.taken, true));
+        (free == Some(true)).then_some(target)
+    }
+
+    /// A place in the fleet, and the ttl there.
+    pub(crate) fn any_ttl(&self) -> Option<(usize, Duration)> {
+        let target = self.any()?;
+        Some((target.place, self.ttl(target)?))
+    }
+
+    pub(crate) fn stage(&self) -> &Arc<Stage> {
+        &self.stage
+    }
+
+    pub(crate) fn server_fault(&self) -> &tokio::sync::Mutex<()> {
+        &self.server_fault
     }
 
     pub(crate) fn stopped(&self) -> usize {
@@ -163,11 +237,55 @@ impl Fleet {
                 go(worker);
             }
             worker.taken = false;
-            let stop = Stop { process: worker.process, stood, woken: now(), ttl: worker.ttl };
+            let (process, ttl, outage) = (worker.process, worker.ttl, Outage::Stood);
+            let stop = Stop { process, stood, woken: now(), ttl, outage };
             kill_process(pid(&worker.child), Signal::CONT).unwrap();
             stop
         });
         lock(&self.stops).extend(stop);
+    }
+
+    /// The server was out of its reach.
+    pub(crate) fn cut_off(&self, target: Target, (from, until): (u64, u64)) {
+        let stop = self.with(target, |worker| {
+            worker.taken = false;
+            let (process, ttl, outage) = (worker.process, worker.ttl, Outage::CutOff);
+            Stop { process, stood: from, woken: until, ttl, outage }
+        });
+        lock(&self.stops).extend(stop);
+    }
+
+    /// The server was out of reach.
+    pub(crate) fn all_cut_off(&self, (from, until): (u64, u64)) {
+        let stops = lock(&self.workers)
+            .iter()
+            .map(|worker| {
+                let (process, ttl, outage) = (worker.process, worker.ttl, Outage::CutOff);
+                Stop { process, stood: from, woken: until, ttl, outage }
+            })
+            .collect::<Vec<_>>();
+        lock(&self.stops).extend(stops);
+    }
+
+    pub(crate) fn failed_over(&self, outage: (u64, u64)) {
+        self.all_cut_off(outage);
+        *lock(&self.failover) = Some(outage.0);
+    }
+
+    /// When the old primary was left, if it was.
+    pub(crate) fn failover(&self) -> Option<u64> {
+        *lock(&self.failover)
+    }
+
+    /// Sets some worker's wall clock to so many seconds ahead.
+    pub(crate) fn step_clock(&self, seconds: i64) -> Option<()> {
+        let target = self.any()?;
+        let file = self.with(target, |worker| worker.clock.clone())??;
+        // Read at any moment, so it must be whole at any moment.
+        let whole = file.with_extension("next");
+        std::fs::write(&whole, format!("{seconds:+}")).unwrap();
+        std::fs::rename(whole, file).unwrap();
+        Some(())
     }
 
     /// Lets one that has asked to be stopped go on as it is.
@@ -184,7 +302,7 @@ impl Fleet {
             end(worker);
         });
         if ended.is_some() {
-            let fresh = self.spawn(target.place, self.mode);
+            let fresh = self.spawn(target.place, self.plan.cell.mode);
             lock(&self.workers)[target.place] = fresh;
         }
     }
@@ -246,4 +364,16 @@ fn go(worker: &mut Worker) {
 fn end(worker: &mut Worker) {
     worker.child.kill().unwrap();
     worker.child.wait().unwrap();
+}
+
+/// Debian has it in a folder that the package's own program knows; others beside the libraries.
+fn false_clock() -> Option<PathBuf> {
+    let machine = std::env::consts::ARCH;
+    let places = [
+        format!("/usr/lib/{machine}-linux-gnu/faketime/libfaketimeMT.so.1"),
+        "/usr/lib/faketime/libfaketimeMT.so.1".to_owned(),
+        "/usr/lib64/faketime/libfaketimeMT.so.1".to_owned(),
+        "/usr/local/lib/faketime/libfaketimeMT.so.1".to_owned(),
+    ];
+    places.into_iter().map(PathBuf::from).find(|place| place.is_file())
 }

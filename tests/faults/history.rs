@@ -35,6 +35,8 @@ pub(crate) enum Kind {
     Lost,
     /// The lease is given back: release or drop.
     End,
+    /// The application has stood still, or has had no connection, for longer than the ttl: one record.
+    Trouble,
     /// At the end, what the database still has of a living owner of which nobody holds or waits: one record.
     Rest,
 }
@@ -116,7 +118,11 @@ impl Writer {
 pub(crate) fn read(folder: &Path) -> Vec<Record> {
     let mut records: Vec<Record> = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
-        let text = fs::read_to_string(entry.unwrap().path()).unwrap();
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|kind| kind != "jsonl") {
+            continue;
+        }
+        let text = fs::read_to_string(path).unwrap();
         // What follows the last line's end is a line that a SIGKILL cut off.
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         records.extend(whole.lines().map(|line| serde_json::from_str::<Record>(line).unwrap()));

@@ -29,16 +29,15 @@ const LATE: Duration = Duration::from_secs(3);
 const LONG_AFTER: i64 = 1_500_000;
 
 pub(crate) fn judge(facts: &Facts, report: &mut Report) {
-    if facts.line.is_empty() {
-        return;
+    if !facts.line.is_empty() {
+        let line = Line::new(facts);
+        line.tokens_rise(report);
+        line.first_come_first_served(report);
+        line.nobody_loses_its_place(report);
+        line.goes_on(report);
+        line.releases_hand_over(report);
+        line.grants_are_heard(facts, report);
     }
-    let line = Line::new(facts);
-    line.tokens_rise(report);
-    line.first_come_first_served(report);
-    line.nobody_loses_its_place(report);
-    line.goes_on(report);
-    line.releases_hand_over(report);
-    line.grants_are_heard(facts, report);
     waits_end_in_time(facts, report);
     nothing_is_left_at_rest(facts, report);
 }

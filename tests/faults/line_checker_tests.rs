@@ -187,7 +187,13 @@ fn an_acquire_beyond_its_time_breaks_i12_unless_its_process_stood() {
         if stood {
             let ttl = Duration::from_secs(1);
             let (stood, woken) = (1_000_000_000, 4_500_000_000);
-            story.facts.stops.push(crate::checker::Stop { process: 1, stood, woken, ttl });
+            story.facts.stops.push(crate::checker::Stop {
+                process: 1,
+                stood,
+                woken,
+                ttl,
+                outage: crate::checker::Outage::Stood,
+            });
         }
         assert_eq!(story.judge(), [0, 0, broken, 0]);
     }

@@ -1,7 +1,10 @@
 //! Worker processes under faults: their histories are judged, and the judge is.
 //!
-//! `FENCEPOST_STRESS_SECONDS` is the length of the two long runs (default 15; 60 before a release), `FENCEPOST_SEED`
-//! repeats the dice of one: the same faults and steps are drawn, while the machine's scheduling is its own.
+//! | variable | meaning |
+//! |---|---|
+//! | `FENCEPOST_SEED` | repeats the dice of a run: the same faults and steps are drawn, while the machine's scheduling is its own |
+//! | `FENCEPOST_STRESS_SECONDS` | how long each cell runs: a soak |
+//! | `FENCEPOST_FAULTS_REPORT` | `the_report` runs everything and writes `docs/faults.md`, instead of looking at whether it is complete |
 
 #![expect(
     clippy::unwrap_used,
@@ -10,15 +13,28 @@
     clippy::indexing_slicing,
     reason = "a test fails by panicking"
 )]
+#![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
 mod canary;
+mod cell;
 mod checker;
 mod controller;
 mod dice;
+mod fault;
 mod fleet;
 mod history;
 mod line;
 mod line_checker;
+mod link;
+#[path = "../support/pgbouncer.rs"]
+#[allow(dead_code, reason = "other suites use another part of it")]
+mod pgbouncer;
+#[path = "../support/proxy.rs"]
+#[allow(dead_code, reason = "other suites use another part of it")]
+mod proxy;
+mod report;
+mod stage;
+mod timeline;
 mod worker;
 
 use std::fs;
@@ -27,38 +43,100 @@ use std::time::Duration;
 
 use tokio::sync::Mutex;
 
-use crate::canary::{
-    CACHED_TOKENS, Canary, EARLY_TOKEN, IDLE_HEARTBEAT, IGNORES_LIFE, JUMPS_QUEUE, KEEPS_TICKETS,
-    NEWEST_FIRST, NO_FENCE, SILENT_RELEASE, WEAK_LOCK,
-};
+use crate::canary::Canary;
+use crate::cell::Cell;
 use crate::checker::Report;
 use crate::controller::{Outcome, Plan};
+use crate::fault::Fault;
+use crate::report::Finding;
+use crate::stage::Way;
 use crate::worker::Mode;
 
 /// One run at a time has the machine: their times are short.
 static RUNNING: Mutex<()> = Mutex::const_new(());
 
-/// The faults that a run must have had, or it has shown nothing.
-const FAULTS: [&str; 8] = [
-    "paused at random",
-    "paused in a fenced transaction",
-    "paused in an unfenced write",
-    "paused holding",
-    "killed",
-    "heartbeat's session ended",
-    "call's session ended",
-    "fenced session ended",
-];
+/// How often a canary may go unnoticed before that is a failure; most are noticed in the first run.
+const TRIES: u64 = 5;
 
-/// The same for those who wait.
-const FAULTS_OF_WAITING: [&str; 6] = [
-    "paused at random",
-    "killed",
-    "heartbeat's session ended",
-    "call's session ended",
-    "listening session ended",
-    "fenced session ended",
-];
+/// How long a run that has to notice a canary takes.
+const SHORT: Duration = Duration::from_secs(4);
+
+/// A test for each cell, and the list of all.
+macro_rules! cells {
+    ($($test:ident: $cell:ident,)*) => {
+        /// All cells, in the order of the report, with their tests.
+        pub(crate) const CELLS: &[(&str, &Cell)] = &[$((stringify!($test), &cell::$cell)),*];
+        $(#[tokio::test(flavor = "multi_thread")]
+        async fn $test() {
+            holds(stringify!($test), &cell::$cell).await;
+        })*
+    };
+}
+
+cells! {
+    fenced_writes_survive_paused_killed_and_cut_off_holders: EVERYTHING,
+    those_who_wait_are_served_in_order_under_faults: EVERYTHING_WAITING,
+    backends_may_be_killed: BACKEND_KILLED,
+    clients_may_be_killed: CLIENT_KILLED,
+    clients_may_be_paused: CLIENT_PAUSED,
+    answers_may_be_cut: REPLY_CUT,
+    the_network_may_be_a_black_hole: BLACK_HOLE,
+    the_network_may_be_slow: SLOW_NETWORK,
+    the_link_may_be_lost: LINK_LOST,
+    the_server_may_crash: CRASH,
+    the_server_may_crash_while_many_wait: CRASH_WAITING,
+    the_role_may_be_careless_of_crashes: CARELESS_ROLE,
+    the_server_may_stall: STALLED,
+    a_synchronous_standby_may_take_over: FAILOVER,
+    an_asynchronous_standby_may_take_over: FAILOVER_LOSSY,
+    clocks_may_be_wrong: CLOCKS_STEPPED,
+    the_application_may_starve: STARVED,
+    its_pool_may_be_exhausted: POOL_EXHAUSTED,
+    a_pooler_may_be_in_between: POOLER,
+    the_role_may_be_serializable: ISOLATION,
+    futures_may_be_cancelled: CANCELLED,
+    the_role_may_be_impatient: ROLE_LIMITS,
+    connections_may_run_out: CROWDED,
+    it_may_be_migrated_under_load: MIGRATED,
+    notifications_may_be_lost_and_forged: NOTIFICATIONS,
+}
+
+/// A test for each canary, and the list of all.
+macro_rules! canaries {
+    ($($test:ident: $canary:ident,)*) => {
+        /// All canaries, in the order of the report.
+        pub(crate) const CANARIES: &[Canary] = &[$(canary::$canary),*];
+        $(#[tokio::test(flavor = "multi_thread")]
+        async fn $test() {
+            let _alone = RUNNING.lock().await;
+            notices(canary::$canary).await;
+        })*
+    };
+}
+
+canaries! {
+    a_fence_without_its_lock_is_noticed: NO_FENCE,
+    a_fence_in_autocommit_is_noticed: AUTOCOMMIT,
+    a_fence_by_number_only_is_noticed: NUMBER_ONLY,
+    a_takeover_that_does_not_wait_for_a_fence_is_noticed: WEAK_LOCK,
+    a_takeover_from_the_living_is_noticed: IGNORES_LIFE,
+    a_takeover_without_a_mark_is_noticed: NO_MARK,
+    a_heartbeat_that_does_not_renew_is_noticed: IDLE_HEARTBEAT,
+    a_heartbeat_that_revives_is_noticed: REVIVES,
+    a_token_drawn_too_early_is_noticed: EARLY_TOKEN,
+    tokens_drawn_ahead_by_each_session_are_noticed: CACHED_TOKENS,
+    a_release_by_name_is_noticed: RELEASE_BY_NAME,
+    a_release_that_waits_for_fences_is_noticed: WAITS_FOR_FENCES,
+    serving_the_newest_first_is_noticed: NEWEST_FIRST,
+    jumping_the_queue_is_noticed: JUMPS_QUEUE,
+    a_release_that_hands_over_to_nobody_is_noticed: SILENT_RELEASE,
+    a_waiter_that_keeps_its_place_when_it_gives_up_is_noticed: KEEPS_TICKETS,
+    a_client_without_a_deadline_is_noticed: NO_DEADLINE,
+    a_client_that_counts_from_the_answer_is_noticed: COUNTS_FROM_ANSWER,
+    a_client_with_a_wall_clock_is_noticed: WALL_CLOCK,
+    a_client_that_never_looks_for_lost_grants_is_noticed: NO_RECONCILE,
+    a_client_that_believes_any_notification_is_noticed: BELIEVES_NOTIFICATIONS,
+}
 
 /// The entry point of worker processes. Started as a test, it checks that the controller would find it.
 #[test]
@@ -72,144 +150,104 @@ fn worker_process() {
     assert!(list.contains(&format!("{}: test", fleet::ENTRY)), "{list}");
 }
 
+/// The report in `docs/` is of these cells and canaries; told so, it is written anew.
 #[tokio::test(flavor = "multi_thread")]
-async fn fenced_writes_survive_paused_killed_and_cut_off_holders() {
-    let _alone = RUNNING.lock().await;
-    let plan = Plan { seed: seed(), length: length(), workers: 8, mode: Mode::Try, canary: None };
-    let (outcome, mut report) = judge(plan).await;
-    progress_and_hygiene(&outcome, &mut report);
-    print(plan, &outcome, &report);
-    had(&FAULTS, &outcome);
-    for what in ["grants", "fenced writes", "twin writes", "rejected fences", "losses signalled"] {
-        assert!(report.count(what) > 10, "only {} {what}", report.count(what));
+async fn the_report() {
+    if std::env::var_os("FENCEPOST_FAULTS_REPORT").is_none() {
+        return report::is_of(CELLS, CANARIES);
     }
-    assert!(report.twin_lost > 0, "blind: the unfenced twin has lost nothing");
-    nothing_broken(plan, &outcome, &report);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn those_who_wait_are_served_in_order_under_faults() {
-    let _alone = RUNNING.lock().await;
-    let plan = Plan { seed: seed(), length: length(), workers: 8, mode: Mode::Wait, canary: None };
-    let (outcome, mut report) = judge(plan).await;
-    progress_and_hygiene(&outcome, &mut report);
-    print(plan, &outcome, &report);
-    had(&FAULTS_OF_WAITING, &outcome);
-    for what in [
-        "grants",
-        "tickets",
-        "hand-overs by a release",
-        "hand-overs by an asker",
-        "cancelled acquires",
-        "timed out acquires",
-    ] {
-        assert!(report.count(what) > 10, "only {} {what}", report.count(what));
+    let mut findings = Vec::new();
+    for (test, cell) in CELLS {
+        findings.push(holds(test, cell).await);
     }
-    nothing_broken(plan, &outcome, &report);
+    let _alone = RUNNING.lock().await;
+    let mut noticed = Vec::new();
+    for canary in CANARIES {
+        noticed.push(notices(*canary).await);
+    }
+    report::write(&findings, &noticed);
 }
 
-/// It was a run with all its faults, and no process ended badly.
-fn had(faults: &[&str], outcome: &Outcome) {
-    assert!(outcome.failed.is_empty(), "{:?}", outcome.failed);
-    let missing: Vec<_> = faults.iter().filter(|fault| !outcome.faults.contains_key(*fault)).collect();
-    assert!(missing.is_empty(), "faults that did not happen: {missing:?}");
-}
-
-fn nothing_broken(plan: Plan, outcome: &Outcome, report: &Report) {
-    let broken: Vec<_> = report.verdicts.iter().filter(|(_, verdict)| !verdict.broken.is_empty()).collect();
-    assert!(broken.is_empty(), "seed {}, histories in {}", plan.seed, outcome.folder.display());
+/// Every invariant that the cell promises holds, and it has shown something.
+async fn holds(test: &str, cell: &'static Cell) -> Finding {
+    if cell.setting.way == Way::Link && std::env::var_os(link::INSIDE).is_none() {
+        let result = report::result_file();
+        let variables = [(report::RESULT, result.to_str().unwrap().to_owned())];
+        let ran = link::run_inside(test, &variables);
+        return if ran {
+            report::read_result(&result)
+        } else {
+            Finding::skipped(cell, "no network namespace")
+        };
+    }
+    let _alone = RUNNING.lock().await;
+    let plan = Plan { cell, seed: seed(), length: stress().unwrap_or(cell.length()), canary: None };
+    let (outcome, mut report) = match judge(plan).await {
+        Ok(judged) => judged,
+        Err(why) => {
+            eprintln!("SKIPPED: {}: {why}", cell.name);
+            return Finding::skipped(cell, why);
+        }
+    };
+    report.verdicts.retain(|invariant, _| cell.promises(invariant));
+    print(plan, &outcome, &report);
+    shown(cell, &outcome, &report);
+    let broken = report.verdicts.values().any(|verdict| !verdict.broken.is_empty());
+    assert!(!broken, "seed {}, histories in {}", plan.seed, outcome.folder.display());
     fs::remove_dir_all(&outcome.folder).unwrap();
+    let finding = Finding::of(plan, &outcome, &report);
+    finding.write_result();
+    finding
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_fence_without_its_lock_is_noticed() {
-    notices(NO_FENCE).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_takeover_that_does_not_wait_for_a_fence_is_noticed() {
-    notices(WEAK_LOCK).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_takeover_from_the_living_is_noticed() {
-    notices(IGNORES_LIFE).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_heartbeat_that_does_not_renew_is_noticed() {
-    notices(IDLE_HEARTBEAT).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_token_drawn_too_early_is_noticed() {
-    notices(EARLY_TOKEN).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn tokens_drawn_ahead_by_each_session_are_noticed() {
-    notices(CACHED_TOKENS).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn serving_the_newest_first_is_noticed() {
-    notices_waiting(NEWEST_FIRST).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn jumping_the_queue_is_noticed() {
-    notices_waiting(JUMPS_QUEUE).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_release_that_hands_over_to_nobody_is_noticed() {
-    notices_waiting(SILENT_RELEASE).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_waiter_that_keeps_its_place_when_it_gives_up_is_noticed() {
-    notices_waiting(KEEPS_TICKETS).await;
-}
-
-async fn notices(canary: Canary) {
-    notices_in(canary, Mode::Try).await;
-}
-
-async fn notices_waiting(canary: Canary) {
-    notices_in(canary, Mode::Wait).await;
+/// It was a run with all its faults, no process ended badly, and the twin was lost without its fence.
+fn shown(cell: &Cell, outcome: &Outcome, report: &Report) {
+    assert!(outcome.failed.is_empty(), "{:?}", outcome.failed);
+    for (_, fault) in cell.faults {
+        assert!(outcome.faults.contains_key(fault.name()), "did not happen: {}", fault.name());
+    }
+    for what in cell.needs {
+        assert!(report.count(what) >= 3, "only {} {what}", report.count(what));
+    }
+    if cell.pauses {
+        assert!(report.twin_lost > 0, "blind: the unfenced twin has lost nothing");
+    }
+    if cell.pauses && cell.faults.iter().any(|(_, fault)| *fault == Fault::Pause) {
+        for place in ["paused in a fenced transaction", "paused in an unfenced write"] {
+            assert!(outcome.faults.contains_key(place), "did not happen: {place}");
+        }
+    }
 }
 
 /// In one of a few short runs; most often in the first.
-async fn notices_in(canary: Canary, mode: Mode) {
-    let _alone = RUNNING.lock().await;
+async fn notices(canary: Canary) -> Finding {
     let seed = seed();
-    for round in 0..5 {
-        let plan = Plan {
-            seed: seed.wrapping_add(round),
-            length: Duration::from_secs(4),
-            workers: 8,
-            mode,
-            canary: Some(canary),
+    let length = SHORT.max(canary.cell.setting.standby.map_or(SHORT, |_| canary.cell.length()));
+    for round in 0..TRIES {
+        let plan = Plan { cell: canary.cell, seed: seed.wrapping_add(round), length, canary: Some(canary) };
+        let (outcome, report) = match judge(plan).await {
+            Ok(judged) => judged,
+            Err(why) => {
+                eprintln!("SKIPPED: {}: {why}", canary.mistake);
+                return Finding::skipped(canary.cell, why);
+            }
         };
-        let (outcome, report) = judge(plan).await;
         print(plan, &outcome, &report);
         fs::remove_dir_all(&outcome.folder).unwrap();
         if !report.broken(canary.breaks).is_empty() {
-            return;
+            return Finding::of(plan, &outcome, &report);
         }
     }
     panic!("not noticed: {}; seed {seed}", canary.mistake);
 }
 
-async fn judge(plan: Plan) -> (Outcome, Report) {
-    println!(
-        "seed {}{}",
-        plan.seed,
-        plan.canary.map_or(String::new(), |canary| format!(": {}", canary.mistake))
-    );
-    let outcome = controller::run(plan).await;
-    let report = checker::check(&outcome.facts);
-    (outcome, report)
+async fn judge(plan: Plan) -> Result<(Outcome, Report), &'static str> {
+    let mistake = plan.canary.map_or(String::new(), |canary| format!(", with {}", canary.mistake));
+    println!("{}{mistake}: seed {}", plan.cell.name, plan.seed);
+    let outcome = controller::run(plan).await?;
+    let mut report = checker::check(&outcome.facts);
+    progress_and_hygiene(&outcome, &mut report);
+    Ok((outcome, report))
 }
 
 /// I11 and I12.
@@ -239,7 +277,7 @@ fn progress_and_hygiene(outcome: &Outcome, report: &mut Report) {
     }
 }
 
-/// One line a rule, then what was done.
+/// One line an invariant, then what was done.
 fn print(plan: Plan, outcome: &Outcome, report: &Report) {
     println!("  seed {}, {:?}, {} processes", plan.seed, plan.length, outcome.processes);
     for (rule, verdict) in &report.verdicts {
@@ -248,7 +286,7 @@ fn print(plan: Plan, outcome: &Outcome, report: &Report) {
             println!("      {broken}");
         }
     }
-    if plan.mode == Mode::Try {
+    if plan.cell.mode == Mode::Try {
         println!(
             "  I3: the unfenced twin lost {} of {} updates",
             report.twin_lost,
@@ -269,8 +307,8 @@ fn print(plan: Plan, outcome: &Outcome, report: &Report) {
     println!("  healed in {:?}, slowest signal of a loss {:?}", outcome.healed, report.slowest_signal);
 }
 
-fn length() -> Duration {
-    Duration::from_secs(number("FENCEPOST_STRESS_SECONDS").unwrap_or(15).max(5))
+fn stress() -> Option<Duration> {
+    number("FENCEPOST_STRESS_SECONDS").map(|seconds| Duration::from_secs(seconds.max(5)))
 }
 
 fn number(variable: &str) -> Option<u64> {

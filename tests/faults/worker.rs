@@ -10,6 +10,8 @@
 //! | twin | a read of another counter, a pause, its write: two statements, trusting in `is_held` |
 //! | look | `is_held`, with the instants before and after it |
 //! | give back | by release, by drop, or by being stopped for too long |
+//!
+//! What else it does, or does wrong, is in its [`Habits`].
 
 mod waiting;
 
@@ -25,7 +27,7 @@ use fencepost::Isolation;
 use fencepost::{Error, HeldLease, Lease, LossReason, Owner};
 use serde::{Deserialize, Serialize};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgTransaction};
-use sqlx::{ConnectOptions as _, PgPool};
+use sqlx::{AssertSqlSafe, ConnectOptions as _, PgPool, Row as _};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{sleep, timeout};
 
@@ -53,6 +55,51 @@ pub(crate) struct Orders {
     pub(crate) seed: u64,
     pub(crate) names: Vec<String>,
     pub(crate) mode: Mode,
+    pub(crate) habits: Habits,
+    /// What the application does wrong on purpose.
+    pub(crate) mistake: Option<Mistake>,
+}
+
+/// How the application of a cell behaves.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "habits are independent of each other")]
+pub(crate) struct Habits {
+    /// In its pool.
+    pub(crate) connections: u32,
+    /// Blocks its only runtime thread now and then, for longer than the ttl.
+    pub(crate) starves: bool,
+    /// Takes its only connection now and then, for longer than the ttl.
+    pub(crate) hogs: bool,
+    /// Its own commits are durable, whatever its role says.
+    pub(crate) durable: bool,
+    /// Prepares no statement, for a pooler.
+    pub(crate) unprepared: bool,
+    /// Rolls back to savepoints in its fenced transactions.
+    pub(crate) savepoints: bool,
+    /// Gives most of its acquires up.
+    pub(crate) impatient: bool,
+    /// Has a wall clock that somebody sets.
+    pub(crate) false_clock: bool,
+}
+
+impl Habits {
+    pub(crate) const PLAIN: Self = Self {
+        connections: 2,
+        starves: false,
+        hogs: false,
+        durable: false,
+        unprepared: false,
+        savepoints: false,
+        impatient: false,
+        false_clock: false,
+    };
+}
+
+/// A mistake of an application.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Mistake {
+    /// It checks its fence in a transaction of its own, and writes in the next one.
+    FenceInAutocommit,
 }
 
 /// What a worker does.
@@ -111,10 +158,19 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         .unwrap()
         .application_name(APPLICATION)
         .disable_statement_logging();
-    let connections = if orders.mode == Mode::Wait { 4 } else { 2 };
+    let options = if orders.habits.unprepared { options.statement_cache_capacity(0) } else { options };
+    let durable = orders.habits.durable;
     let pool = PgPoolOptions::new()
-        .max_connections(connections)
+        .max_connections(orders.habits.connections)
         .acquire_timeout(DEADLINE)
+        .after_connect(move |connection, _| {
+            Box::pin(async move {
+                if durable {
+                    sqlx::raw_sql("SET synchronous_commit = on").execute(connection).await?;
+                }
+                Ok(())
+            })
+        })
         .connect_lazy_with(options);
     let label = format!("worker-{}", orders.process);
     let start = async {
@@ -122,7 +178,10 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         loop {
             match Owner::builder(&pool).label(&label).ttl(orders.ttl).start().await {
                 Ok(owner) => return owner,
-                Err(Error::Database { .. } | Error::TimedOut { .. }) => sleep(Duration::from_millis(5)).await,
+                Err(error) if error.is_retryable() || error.is_timeout() => {
+                    sleep(Duration::from_millis(5)).await;
+                }
+                Err(Error::Database { .. }) => sleep(Duration::from_millis(5)).await,
                 Err(error) => panic!("{error:?}"),
             }
         }
@@ -246,6 +305,7 @@ impl Worker {
                 self.look(&held);
                 let step = self.dice.borrow_mut().below(100);
                 match step {
+                    _ if self.troubled() => self.trouble(&held).await,
                     0..55 => self.fenced_write(&held).await,
                     55..85 => self.twin(&held).await,
                     85..93 => {
@@ -262,6 +322,33 @@ impl Worker {
         tokio::join!(self.watch_loss(&held, &done), steps);
         let drop_it = self.percent(40);
         self.give_back(held, drop_it).await;
+    }
+
+    /// Is it time for what this application does to itself?
+    fn troubled(&self) -> bool {
+        (self.orders.habits.starves || self.orders.habits.hogs) && self.percent(30)
+    }
+
+    /// For longer than the ttl, nothing of this application gets on but its owner.
+    async fn trouble(&self, held: &HeldLease) {
+        let long = self.orders.ttl * 3 / 2;
+        if self.orders.habits.starves {
+            std::thread::sleep(long);
+        } else {
+            let taken = self.pool.acquire().await;
+            let busy = sleep(long);
+            let others = async {
+                for name in self.orders.names.iter().filter(|name| *name != held.name().as_str()) {
+                    if let Some(other) = self.acquire(name).await {
+                        self.give_back(other, false).await;
+                    }
+                }
+            };
+            tokio::join!(busy, others);
+            drop(taken);
+        }
+        let record = self.record(self.next_op(), Kind::Trouble, Phase::Ok, held.name().as_str());
+        self.history.write(&record.token(held.token().as_i64()));
     }
 
     async fn watch_loss(&self, held: &HeldLease, done: &Notify) {
@@ -310,7 +397,11 @@ impl Worker {
             2 => Isolation::Serializable,
             _ => Isolation::ReadCommitted,
         };
-        let mut tx = match held.begin_with(&self.pool, isolation).await {
+        let begun = match self.orders.mistake {
+            Some(Mistake::FenceInAutocommit) => self.fence_too_early(held).await,
+            None => held.begin_with(&self.pool, isolation).await,
+        };
+        let mut tx = match begun {
             Ok(tx) => tx,
             Err(error) => {
                 let why = if error.is_lost() { REJECTED } else { "not begun" };
@@ -334,6 +425,12 @@ impl Worker {
         Some(OpenWrite { tx, op, name: name.to_owned(), token, value })
     }
 
+    /// A mistake: what the fence has locked is unlocked before the write begins.
+    async fn fence_too_early(&self, held: &HeldLease) -> Result<PgTransaction<'static>, Error> {
+        held.begin(&self.pool).await?.commit().await?;
+        Ok(self.pool.begin().await?)
+    }
+
     async fn commit(&self, open: OpenWrite) {
         let OpenWrite { tx, op, name, token, value } = open;
         let record = |phase| self.record(op, Kind::Write, phase, &name).token(token);
@@ -355,6 +452,11 @@ impl Worker {
             .bind(name)
             .fetch_one(&mut **tx)
             .await?;
+        if self.orders.habits.savepoints && self.percent(50) {
+            sqlx::raw_sql("SAVEPOINT attempt; UPDATE counter SET value = -1; ROLLBACK TO attempt")
+                .execute(&mut **tx)
+                .await?;
+        }
         if self.orders.mode == Mode::Try && self.percent(7) {
             self.ask_to_be_stopped(Place::Fenced, held, read).await;
         } else {
@@ -385,9 +487,10 @@ impl Worker {
         let (name, token) = (held.name().as_str(), held.token().as_i64());
         let record = |phase| self.record(op, Kind::Twin, phase, name).token(token);
         self.history.write(&record(Phase::Invoke));
-        let read = sqlx::query_scalar::<_, i64>("SELECT value FROM twin WHERE name = $1").bind(name);
-        let read = match read.fetch_one(&self.pool).await {
-            Ok(read) => read,
+        // As text: a pooler may run the parts of a prepared statement on two sessions. (The names are ours.)
+        let read = format!("SELECT value FROM twin WHERE name = '{name}'");
+        let read = match sqlx::raw_sql(AssertSqlSafe(read)).fetch_one(&self.pool).await {
+            Ok(read) => read.get::<i64, _>(0),
             Err(error) => return self.history.write(&record(Phase::Fail).why(error.to_string())),
         };
         if self.percent(8) && held.is_held() {
@@ -395,8 +498,8 @@ impl Worker {
         } else {
             sleep(self.think(0, 3)).await;
         }
-        let write = sqlx::query("UPDATE twin SET value = $2 WHERE name = $1").bind(name).bind(read + 1);
-        let (phase, why) = match write.execute(&self.pool).await {
+        let write = format!("UPDATE twin SET value = {} WHERE name = '{name}'", read + 1);
+        let (phase, why) = match sqlx::raw_sql(AssertSqlSafe(write)).execute(&self.pool).await {
             Ok(_) => (Phase::Ok, String::new()),
             Err(error) => (Phase::Unknown, error.to_string()),
         };

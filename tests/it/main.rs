@@ -18,10 +18,15 @@ mod interleave;
 mod lease;
 mod migrate;
 mod owner;
+#[path = "../support/pgbouncer.rs"]
+#[allow(dead_code, reason = "the fault suite uses another part of it")]
+mod pgbouncer;
 mod pooler;
 mod postgres_facts;
 mod process;
 mod protect;
+#[path = "../support/proxy.rs"]
+#[allow(dead_code, reason = "the fault suite uses another part of it")]
 mod proxy;
 mod prune;
 mod retry;

@@ -2,91 +2,13 @@
 //!
 //! Where PgBouncer is not installed these tests say so loudly and pass; `.ci/run` installs it.
 
-use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use fencepost::testing::Server;
-use sqlx::Connection as _;
-use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
+use sqlx::postgres::PgPoolOptions;
 
-use crate::support::{LONG, SHORT, connect, hold, lease, owner, until, until_true, within};
-
-struct PgBouncer {
-    child: Child,
-    folder: PathBuf,
-    options: PgConnectOptions,
-}
-
-impl PgBouncer {
-    /// In front of the server, or none where it is not installed.
-    async fn before(server: &Server, mode: &str, pool_size: u32) -> Option<Self> {
-        let program = std::env::var_os("PATH")
-            .iter()
-            .flat_map(std::env::split_paths)
-            .chain(["/usr/sbin".into()])
-            .map(|folder| folder.join("pgbouncer"))
-            .find(|path| path.is_file());
-        let Some(program) = program else {
-            eprintln!(
-                "SKIPPED: pgbouncer is not installed, so nothing was checked behind a transaction-mode pooler"
-            );
-            return None;
-        };
-        let folder = server.socket_dir().join(format!("pgbouncer-{mode}-{pool_size}"));
-        std::fs::create_dir(&folder).unwrap();
-        // A port of the system's choice may be taken again before PgBouncer has it: its socket cannot.
-        let config = format!(
-            "[databases]\npostgres = host={} port={} user=postgres\n\
-             [pgbouncer]\nlisten_addr =\nlisten_port = 6432\nunix_socket_dir = {}\nauth_type = any\n\
-             pool_mode = {mode}\ndefault_pool_size = {pool_size}\nmax_client_conn = 100\n\
-             ignore_startup_parameters = extra_float_digits\nlogfile = {}/log\n",
-            server.socket_dir().display(),
-            server.port(),
-            folder.display(),
-            folder.display(),
-        );
-        std::fs::write(folder.join("ini"), config).unwrap();
-        let mut command = Command::new(program);
-        command
-            .arg("-q")
-            .arg(folder.join("ini"))
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null());
-        if let Some((user, group)) = server.run_as() {
-            // It refuses to run as root, like the server.
-            std::os::unix::fs::chown(&folder, Some(user), Some(group)).unwrap();
-            command.uid(user).gid(group);
-        }
-        let child = command.spawn().unwrap();
-        let options = PgConnectOptions::new_without_pgpass()
-            .socket(&folder)
-            .port(6432)
-            .ssl_mode(PgSslMode::Disable)
-            .username("postgres")
-            .database("postgres");
-        let mut started = Self { child, folder, options };
-        until("pgbouncer answers", async || {
-            assert!(
-                started.child.try_wait().unwrap().is_none(),
-                "{}",
-                std::fs::read_to_string(started.folder.join("log")).unwrap_or_default()
-            );
-            sqlx::PgConnection::connect_with(&started.options).await.ok().map(drop)
-        })
-        .await;
-        Some(started)
-    }
-}
-
-impl Drop for PgBouncer {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
+use crate::pgbouncer::PgBouncer;
+use crate::support::{LONG, SHORT, connect, hold, lease, owner, until_true, within};
 
 async fn server() -> Server {
     // Commits wait for the disk by default: what our own sessions set would be seen.
@@ -103,9 +25,11 @@ async fn server() -> Server {
 async fn leases_work_behind_a_transaction_mode_pooler() {
     let server = server().await;
     for pool_size in [1, 5] {
-        let Some(pgbouncer) = PgBouncer::before(&server, "transaction", pool_size).await else { return };
+        let Some(pgbouncer) = PgBouncer::before(&server, "transaction", pool_size, "postgres").await else {
+            return;
+        };
         let direct = PgPoolOptions::new().connect_lazy_with(server.options());
-        let pooled = PgPoolOptions::new().max_connections(5).connect_lazy_with(pgbouncer.options.clone());
+        let pooled = PgPoolOptions::new().max_connections(5).connect_lazy_with(pgbouncer.options());
         fencepost::migrate(&pooled).await.unwrap();
         // Many clients on few sessions: prepared statements would collide.
         let mut owners = Vec::new();
@@ -134,7 +58,7 @@ async fn leases_work_behind_a_transaction_mode_pooler() {
         until_true(&direct, "heartbeats", beaten).await;
         assert!(held.is_held());
         // Nothing of ours leaked into the sessions that others use next.
-        let mut conn = connect(&pgbouncer.options).await;
+        let mut conn = connect(&pgbouncer.options()).await;
         for (setting, default) in
             [("synchronous_commit", "on"), ("statement_timeout", "0"), ("search_path", "\"$user\", public")]
         {
@@ -160,9 +84,9 @@ async fn leases_work_behind_a_transaction_mode_pooler() {
 #[tokio::test(flavor = "multi_thread")]
 async fn sessions_lost_behind_a_pooler_are_survived_and_death_is_told() {
     let server = server().await;
-    let Some(pgbouncer) = PgBouncer::before(&server, "transaction", 3).await else { return };
+    let Some(pgbouncer) = PgBouncer::before(&server, "transaction", 3, "postgres").await else { return };
     let direct = PgPoolOptions::new().connect_lazy_with(server.options());
-    let pooled = PgPoolOptions::new().connect_lazy_with(pgbouncer.options.clone());
+    let pooled = PgPoolOptions::new().connect_lazy_with(pgbouncer.options());
     let a = owner(&pooled, "a", Duration::from_secs(5)).await;
     let held = hold(&a, "report").await;
     sqlx::query("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend' AND query LIKE '%fencepost.%'")
@@ -184,8 +108,8 @@ async fn sessions_lost_behind_a_pooler_are_survived_and_death_is_told() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_mode_pooler_is_as_good_as_none() {
     let server = server().await;
-    let Some(pgbouncer) = PgBouncer::before(&server, "session", 20).await else { return };
-    let pool = PgPoolOptions::new().connect_lazy_with(pgbouncer.options.clone());
+    let Some(pgbouncer) = PgBouncer::before(&server, "session", 20, "postgres").await else { return };
+    let pool = PgPoolOptions::new().connect_lazy_with(pgbouncer.options());
     let a = owner(&pool, "a", LONG).await;
     assert!(!a.is_pooled());
     assert!(hold(&a, "report").await.release().await.unwrap());

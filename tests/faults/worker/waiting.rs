@@ -84,6 +84,10 @@ impl Worker {
             _ => (Wait::at_most(most), Some(i64::try_from(most.as_millis()).unwrap())),
         };
         let patience = match patience {
+            0..10 if self.orders.habits.impatient => Patience::Time(self.think(0, 300)),
+            10..18 if self.orders.habits.impatient => {
+                Patience::Polls(u32::try_from(self.dice.borrow_mut().between(1, 3)).unwrap())
+            }
             0..4 => Patience::Time(self.think(0, 1_000)),
             4..6 => Patience::Polls(u32::try_from(self.dice.borrow_mut().between(1, 3)).unwrap()),
             _ => Patience::AsLongAsItTakes,

@@ -1,8 +1,10 @@
-//! A proxy that knows where the messages of the protocol begin: it counts round trips, cuts replies and turns
-//! into a black hole.
+//! A proxy that knows where the messages of the protocol begin: it counts round trips, cuts replies, is slow, and
+//! turns into a black hole.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -21,12 +23,21 @@ struct State {
     socket: std::sync::Mutex<std::path::PathBuf>,
     /// Messages that ask for an answer: Sync and Query. One each is a round trip.
     round_trips: AtomicU64,
-    /// The next message that contains these bytes is delivered, and its answer is not: the connection ends.
-    cut: std::sync::Mutex<Option<Vec<u8>>>,
+    /// What is delivered next, and its answer is not: the connection ends.
+    cut: std::sync::Mutex<Option<Cut>>,
     cuts: AtomicU64,
+    /// How many milliseconds later what asks for an answer arrives.
+    delay: AtomicU64,
     /// Nothing passes any more, in either direction, and nobody is told.
     hole: watch::Sender<bool>,
     refuse: AtomicBool,
+}
+
+enum Cut {
+    /// A message that contains these bytes.
+    Message(Vec<u8>),
+    /// The execution, prepared or not, of a statement whose text contains this.
+    Execution(&'static str),
 }
 
 impl Proxy {
@@ -39,6 +50,7 @@ impl Proxy {
             round_trips: AtomicU64::new(0),
             cut: std::sync::Mutex::new(None),
             cuts: AtomicU64::new(0),
+            delay: AtomicU64::new(0),
             hole: watch::Sender::new(false),
             refuse: AtomicBool::new(false),
         });
@@ -70,7 +82,22 @@ impl Proxy {
 
     /// Swallows the answer to the next message that contains `text`, once.
     pub(crate) fn cut_answer_to(&self, text: impl AsRef<[u8]>) {
-        *self.state.cut.lock().unwrap() = Some(text.as_ref().to_vec());
+        *self.state.cut.lock().unwrap() = Some(Cut::Message(text.as_ref().to_vec()));
+    }
+
+    /// Swallows the answer to the next execution of a statement whose text contains this, once.
+    pub(crate) fn cut_answer_to_statement(&self, text: &'static str) {
+        *self.state.cut.lock().unwrap() = Some(Cut::Execution(text));
+    }
+
+    /// No answer is to be swallowed any more.
+    pub(crate) fn cut_nothing(&self) {
+        *self.state.cut.lock().unwrap() = None;
+    }
+
+    /// From now on, what asks for an answer arrives so much later.
+    pub(crate) fn slow(&self, delay: Duration) {
+        self.state.delay.store(u64::try_from(delay.as_millis()).unwrap(), Ordering::SeqCst);
     }
 
     pub(crate) fn cuts(&self) -> u64 {
@@ -119,6 +146,7 @@ async fn upward(
 ) {
     let mut startup = true;
     let mut before = None;
+    let mut prepared = HashMap::new();
     loop {
         let mut message = vec![0; if startup { 4 } else { 5 }];
         if from.read_exact(&mut message).await.is_err() {
@@ -139,20 +167,46 @@ async fn upward(
         if matches!(kind, b'S' | b'Q') && !ping {
             state.round_trips.fetch_add(1, Ordering::SeqCst);
         }
+        let statement = statement(&message, &mut prepared);
         let cut_now = {
             let mut cut = state.cut.lock().unwrap();
-            let hit = cut.as_ref().is_some_and(|text| message.windows(text.len()).any(|part| part == text));
+            let hit = cut.as_ref().is_some_and(|cut| match cut {
+                Cut::Message(bytes) => message.windows(bytes.len()).any(|part| part == bytes),
+                Cut::Execution(text) => statement.is_some_and(|statement| statement.contains(text)),
+            });
             if hit {
                 *cut = None;
             }
             hit
         };
+        if matches!(kind, b'S' | b'Q') {
+            let delay = Duration::from_millis(state.delay.load(Ordering::SeqCst));
+            if !delay.is_zero() {
+                tokio::time::sleep(delay).await;
+            }
+        }
         if cut_now {
             swallow.store(true, Ordering::SeqCst);
         }
         if to.write_all(&message).await.is_err() {
             return;
         }
+    }
+}
+
+/// The text of the statement that this message executes: one of its own (Query) or one that was prepared (Bind).
+fn statement(message: &[u8], prepared: &mut HashMap<Vec<u8>, String>) -> Option<String> {
+    let (&kind, body) = (message.first()?, message.get(5..)?);
+    let mut parts = body.split(|byte| *byte == 0);
+    match kind {
+        b'Q' => Some(String::from_utf8_lossy(parts.next()?).into_owned()),
+        b'P' => {
+            let (name, text) = (parts.next()?.to_vec(), parts.next()?);
+            prepared.insert(name, String::from_utf8_lossy(text).into_owned());
+            None
+        }
+        b'B' => prepared.get(parts.nth(1)?).cloned(),
+        _ => None,
     }
 }
 

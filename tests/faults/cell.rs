@@ -1,0 +1,382 @@
+//! The cells: one fault each, the load under which it strikes, and what of the promises it suspends.
+//!
+//! A cell is a few seconds of worker processes under one kind of fault, healing, and a last look; every
+//! invariant of the checker is judged in each. Nearly all of them pause holders as well, where that hurts most,
+//! since a fault alone is seldom as bad as a fault at the wrong moment; and there the unfenced twin has to lose
+//! updates, or the cell would have shown nothing.
+
+use std::time::Duration;
+
+use crate::fault::{Fault, Session};
+use crate::stage::{Setting, Way};
+use crate::worker::{Habits, Mode};
+
+/// What the workers do, on what, and what is done to them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cell {
+    /// The fault, as the report names it.
+    pub(crate) name: &'static str,
+    /// How it is made, in a few words.
+    pub(crate) how: &'static str,
+    pub(crate) mode: Mode,
+    pub(crate) workers: usize,
+    pub(crate) seconds: u64,
+    /// The least and the most, in milliseconds.
+    pub(crate) ttl: (u64, u64),
+    pub(crate) habits: Habits,
+    pub(crate) setting: Setting,
+    /// By their share in all faults.
+    pub(crate) faults: &'static [(u64, Fault)],
+    /// Between two faults, in milliseconds.
+    pub(crate) every: (u64, u64),
+    /// Holders are paused where it hurts, besides.
+    pub(crate) pauses: bool,
+    /// Nothing may be lost here: each loss that is signalled is a false alarm.
+    pub(crate) calm: bool,
+    /// Invariants that are not promised here, with the reason.
+    pub(crate) suspended: &'static [(&'static str, &'static str)],
+    /// What must have happened ten times at least, or nothing was shown.
+    pub(crate) needs: &'static [&'static str],
+}
+
+impl Cell {
+    pub(crate) fn length(&self) -> Duration {
+        Duration::from_secs(self.seconds)
+    }
+
+    pub(crate) fn promises(&self, invariant: &str) -> bool {
+        !self.suspended.iter().any(|(suspended, _)| *suspended == invariant)
+    }
+
+    /// Whether the server's memory, with all unlogged tables, is lost on the way.
+    pub(crate) fn forgets(&self) -> bool {
+        self.faults.iter().any(|(_, fault)| matches!(fault, Fault::Crash | Fault::FailOver))
+    }
+}
+
+/// Five processes try for three names, are paused, and nothing else happens.
+const TRYING: Cell = Cell {
+    name: "",
+    how: "",
+    mode: Mode::Try,
+    workers: 6,
+    seconds: 4,
+    ttl: (50, 150),
+    habits: Habits::PLAIN,
+    setting: Setting::PLAIN,
+    faults: &[],
+    every: (5, 50),
+    pauses: true,
+    calm: false,
+    suspended: &[],
+    needs: &["grants", "fenced writes", "twin writes"],
+};
+
+/// Eight tasks in each process wait in line for four names.
+const WAITING: Cell = Cell {
+    mode: Mode::Wait,
+    workers: 5,
+    ttl: (500, 1_000),
+    habits: Habits { connections: 4, ..Habits::PLAIN },
+    every: (5, 150),
+    pauses: false,
+    needs: &["grants", "tickets"],
+    ..TRYING
+};
+
+pub(crate) const EVERYTHING: Cell = Cell {
+    name: "everything at once",
+    how: "SIGSTOP, SIGKILL and ended sessions, several at a time",
+    workers: 8,
+    seconds: 15,
+    faults: &[
+        (30, Fault::Pause),
+        (8, Fault::Kill),
+        (13, Fault::EndSession(Session::Heartbeat)),
+        (13, Fault::EndSession(Session::Call)),
+        (12, Fault::EndSession(Session::Listening)),
+        (12, Fault::EndSession(Session::Application)),
+        (12, Fault::EndSession(Session::Fenced)),
+    ],
+    needs: &["grants", "fenced writes", "twin writes", "rejected fences", "losses signalled"],
+    ..TRYING
+};
+
+pub(crate) const EVERYTHING_WAITING: Cell = Cell {
+    name: "everything at once, in line",
+    how: "the same, while 64 tasks wait",
+    workers: 8,
+    seconds: 15,
+    faults: &[
+        (30, Fault::Pause),
+        (5, Fault::Kill),
+        (13, Fault::EndSession(Session::Heartbeat)),
+        (13, Fault::EndSession(Session::Call)),
+        (13, Fault::EndSession(Session::Listening)),
+        (13, Fault::EndSession(Session::Application)),
+        (13, Fault::EndSession(Session::Fenced)),
+    ],
+    needs: &[
+        "grants",
+        "tickets",
+        "hand-overs by a release",
+        "hand-overs by an asker",
+        "cancelled acquires",
+        "timed out acquires",
+    ],
+    ..WAITING
+};
+
+pub(crate) const BACKEND_KILLED: Cell = Cell {
+    name: "backend killed",
+    how: "`pg_terminate_backend`: heartbeats, calls, fenced transactions",
+    faults: &[
+        (1, Fault::EndSession(Session::Heartbeat)),
+        (1, Fault::EndSession(Session::Call)),
+        (1, Fault::EndSession(Session::Application)),
+        (1, Fault::EndSession(Session::Fenced)),
+    ],
+    ..TRYING
+};
+
+pub(crate) const CLIENT_KILLED: Cell = Cell {
+    name: "client killed",
+    how: "SIGKILL; a fresh process in its place",
+    faults: &[(1, Fault::Kill)],
+    every: (50, 150),
+    ..TRYING
+};
+
+pub(crate) const CLIENT_PAUSED: Cell = Cell {
+    name: "client paused",
+    how: "SIGSTOP for 0.3 to 3 ttl, or until others have written; also inside a fenced transaction",
+    faults: &[(1, Fault::Pause)],
+    needs: &["grants", "fenced writes", "twin writes", "rejected fences", "losses signalled"],
+    ..TRYING
+};
+
+pub(crate) const REPLY_CUT: Cell = Cell {
+    name: "reply cut",
+    how: "a proxy forwards an acquire, heartbeat, release, fence or COMMIT, and drops the answer",
+    ttl: (200, 500),
+    setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
+    faults: &[
+        (1, Fault::CutAnswer("fencepost.acquire")),
+        (1, Fault::CutAnswer("fencepost.heartbeat")),
+        (1, Fault::CutAnswer("fencepost.release")),
+        (1, Fault::CutAnswer("fencepost.fence")),
+        (2, Fault::CutAnswer("COMMIT")),
+    ],
+    ..TRYING
+};
+
+pub(crate) const BLACK_HOLE: Cell = Cell {
+    name: "black hole",
+    how: "a proxy passes nothing for 0.3 to 3 ttl, then everything it kept",
+    ttl: (100, 300),
+    seconds: 5,
+    setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
+    faults: &[(1, Fault::BlackHole)],
+    ..TRYING
+};
+
+pub(crate) const SLOW_NETWORK: Cell = Cell {
+    name: "slow network",
+    how: "a proxy delays each request by up to 0.6 ttl",
+    ttl: (150, 300),
+    setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
+    faults: &[(1, Fault::Slow)],
+    ..TRYING
+};
+
+pub(crate) const LINK_LOST: Cell = Cell {
+    name: "link lost",
+    how: "the link is down for 0.5 to 2 s, in a network namespace of its own: TCP itself loses packets",
+    ttl: (200, 500),
+    seconds: 6,
+    setting: Setting { way: Way::Link, ..Setting::PLAIN },
+    faults: &[(1, Fault::CutLink)],
+    every: (300, 800),
+    ..TRYING
+};
+
+pub(crate) const CRASH: Cell = Cell {
+    name: "server crash and restart",
+    how: "`pg_ctl stop -m immediate`, down for up to 0.5 s",
+    ttl: (200, 1_500),
+    seconds: 6,
+    setting: Setting { server: &[("synchronous_commit", "on")], ..Setting::PLAIN },
+    faults: &[(1, Fault::Crash)],
+    every: (600, 1_200),
+    ..TRYING
+};
+
+pub(crate) const CRASH_WAITING: Cell = Cell {
+    name: "server crash and restart, in line",
+    how: "the same, while 40 tasks wait",
+    seconds: 6,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["grants", "fenced writes"],
+    suspended: &[("I13", "tickets are unlogged: a crash empties the line, and everybody queues again")],
+    ..WAITING
+};
+
+pub(crate) const CARELESS_ROLE: Cell = Cell {
+    name: "`synchronous_commit = off`, and a crash",
+    how: "at role level, WAL written every 10 s; the server crashes and restarts",
+    ttl: (2_000, 3_000),
+    seconds: 6,
+    habits: Habits { durable: true, ..Habits::PLAIN },
+    setting: Setting {
+        server: &[("synchronous_commit", "on"), ("wal_writer_delay", "10s")],
+        role: &[("synchronous_commit", "off")],
+        ..Setting::PLAIN
+    },
+    faults: CRASH.faults,
+    every: CRASH.every,
+    pauses: false,
+    ..TRYING
+};
+
+pub(crate) const STALLED: Cell = Cell {
+    name: "server stalled",
+    how: "SIGSTOP of the postmaster and all backends for 0.1 to 1 s",
+    ttl: (100, 500),
+    seconds: 6,
+    faults: &[(1, Fault::Stall)],
+    every: (300, 700),
+    ..TRYING
+};
+
+pub(crate) const FAILOVER: Cell = Cell {
+    name: "failover, synchronous",
+    how: "a streaming standby with `synchronous_standby_names`; the primary crashes, it is promoted",
+    ttl: (500, 1_000),
+    seconds: 5,
+    setting: Setting {
+        way: Way::Proxies,
+        server: &[("synchronous_commit", "on")],
+        standby: Some(true),
+        ..Setting::PLAIN
+    },
+    faults: &[(1, Fault::FailOver)],
+    every: (2_000, 3_000),
+    ..TRYING
+};
+
+pub(crate) const FAILOVER_LOSSY: Cell = Cell {
+    name: "failover, asynchronous",
+    how: "the standby has stopped receiving for a while when it is promoted: commits are lost",
+    ttl: (2_000, 3_000),
+    setting: Setting { standby: Some(false), ..FAILOVER.setting },
+    suspended: &[
+        ("I1", "a token of a lost grant may be issued again, with another grant id"),
+        ("I4", "whoever holds a lost grant is told within its ttl; its fenced writes are refused at once"),
+    ],
+    ..FAILOVER
+};
+
+pub(crate) const CLOCKS_STEPPED: Cell = Cell {
+    name: "client clocks wrong",
+    how: "the workers' wall clocks are stepped by up to an hour, both ways (libfaketime)",
+    habits: Habits { false_clock: true, ..Habits::PLAIN },
+    faults: &[(3, Fault::StepClocks), (1, Fault::Pause)],
+    needs: &["grants", "fenced writes", "twin writes", "losses signalled"],
+    ..TRYING
+};
+
+pub(crate) const STARVED: Cell = Cell {
+    name: "application runtime starved",
+    how: "the only worker thread is blocked for 1.5 ttl while it holds",
+    ttl: (1_500, 2_000),
+    seconds: 8,
+    habits: Habits { starves: true, ..Habits::PLAIN },
+    faults: &[],
+    pauses: false,
+    calm: true,
+    needs: &["grants"],
+    ..TRYING
+};
+
+pub(crate) const POOL_EXHAUSTED: Cell = Cell {
+    name: "application pool exhausted",
+    how: "a pool of 1, taken for 1.5 ttl while a lease is held and others are acquired",
+    habits: Habits { connections: 1, hogs: true, ..Habits::PLAIN },
+    ..STARVED
+};
+
+pub(crate) const POOLER: Cell = Cell {
+    name: "transaction-mode pooler",
+    how: "PgBouncer with 8 server sessions for all; its sessions are ended",
+    ttl: (300, 600),
+    habits: Habits { unprepared: true, ..Habits::PLAIN },
+    setting: Setting { way: Way::Pooler, ..Setting::PLAIN },
+    faults: &[(1, Fault::EndSession(Session::Any))],
+    every: (100, 300),
+    ..TRYING
+};
+
+pub(crate) const ISOLATION: Cell = Cell {
+    name: "isolation, aborted transactions",
+    how: "a role with `default_transaction_isolation = serializable`; savepoints rolled back in fenced writes",
+    habits: Habits { savepoints: true, ..Habits::PLAIN },
+    setting: Setting { role: &[("default_transaction_isolation", "serializable")], ..Setting::PLAIN },
+    faults: &[(1, Fault::Pause)],
+    ..TRYING
+};
+
+pub(crate) const CANCELLED: Cell = Cell {
+    name: "cancelled futures",
+    how: "acquires dropped after 1 to 3 polls or up to a second, in line",
+    ttl: (2_000, 3_000),
+    habits: Habits { impatient: true, ..WAITING.habits },
+    faults: &[],
+    calm: true,
+    needs: &["grants", "tickets", "cancelled acquires"],
+    ..WAITING
+};
+
+pub(crate) const ROLE_LIMITS: Cell = Cell {
+    name: "role-level timeouts",
+    how: "`statement_timeout`, `lock_timeout` and `idle_in_transaction_session_timeout` of 20 to 50 ms",
+    setting: Setting {
+        role: &[
+            ("statement_timeout", "50ms"),
+            ("lock_timeout", "20ms"),
+            ("idle_in_transaction_session_timeout", "30ms"),
+        ],
+        ..Setting::PLAIN
+    },
+    faults: &[(1, Fault::Pause)],
+    ..TRYING
+};
+
+pub(crate) const CROWDED: Cell = Cell {
+    name: "`max_connections` reached",
+    how: "strangers take every free connection while sessions are ended",
+    ttl: (150, 500),
+    seconds: 5,
+    setting: Setting { server: &[("max_connections", "60")], ..Setting::PLAIN },
+    faults: &[(1, Fault::Crowd)],
+    every: (100, 400),
+    ..TRYING
+};
+
+pub(crate) const MIGRATED: Cell = Cell {
+    name: "migrated under load",
+    how: "four migrators at once, again and again",
+    faults: &[(1, Fault::Migrate)],
+    ..TRYING
+};
+
+pub(crate) const NOTIFICATIONS: Cell = Cell {
+    name: "notifications lost and forged",
+    how: "listeners ended; every channel flooded with forged hand-overs",
+    seconds: 5,
+    faults: &[(2, Fault::Forge), (1, Fault::EndSession(Session::Listening))],
+    every: (5, 60),
+    needs: &["grants", "tickets"],
+    ..WAITING
+};
