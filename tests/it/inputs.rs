@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use fencepost::row::{Order, RowLock};
 use fencepost::{Error, FencingToken, Grant, Lease, LockName, Owner, Wait};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -104,6 +105,23 @@ fn has_nul(json: &Value) -> bool {
 
 fn is_good(text: &str) -> bool {
     !text.is_empty() && text.len() <= LockName::MAX_BYTES && !text.chars().any(|c| c.is_ascii_control())
+}
+
+#[test]
+fn a_row_lock_refuses_names_and_bounds_that_cannot_be() {
+    let accounts = RowLock::on("accounts").unwrap();
+    for name in ["", "nul\0", &"x".repeat(64), &"ä".repeat(32)] {
+        assert!(is_plain_misuse(&RowLock::on(name).unwrap_err()), "{name:?}");
+        assert!(is_plain_misuse(&accounts.clone().key(name).unwrap_err()), "{name:?}");
+        assert!(is_plain_misuse(&Order::ascending(name).unwrap_err()), "{name:?}");
+        assert!(is_plain_misuse(&Order::descending(name).unwrap_err()), "{name:?}");
+    }
+    for table in [".", "a.", ".a", "a.b.c", "a..b"] {
+        assert!(is_plain_misuse(&RowLock::on(table).unwrap_err()), "{table:?}");
+    }
+    for most in [RowLock::MAX_AT_MOST + Duration::from_nanos(1), Duration::MAX] {
+        assert!(is_plain_misuse(&accounts.clone().at_most(most).unwrap_err()), "{most:?}");
+    }
 }
 
 proptest! {

@@ -34,6 +34,8 @@ mod protect;
 #[allow(dead_code, reason = "the fault suite uses another part of it")]
 mod proxy;
 mod prune;
+mod retry;
+mod row;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;

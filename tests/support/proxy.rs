@@ -258,7 +258,9 @@ async fn downward(
             }
             continue;
         }
-        late(&state.delays[1]).await;
+        if message[0] == b'Z' {
+            late(&state.delays[1]).await;
+        }
         let mut ends = false;
         if let Some(mangle) = &mut *state.mangle.lock().unwrap() {
             ends = mangle(&mut message);

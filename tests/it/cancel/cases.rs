@@ -4,8 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use fencepost::row::{Filter, Order};
 use fencepost::testing::TestDatabase;
-use fencepost::{HeldLease, Lease, LossReason, Owner, Wait, fence, migrate, prune};
+use fencepost::{
+    Error, HeldLease, Isolation, Lease, LossReason, Owner, Wait, fence, migrate, prune, transaction,
+};
 use sqlx::{Connection as _, Executor as _, PgConnection, PgPool};
 use tokio::sync::oneshot;
 
@@ -43,6 +46,10 @@ cases! {
     "OwnerBuilder::start": start_as_built,
     "Owner::lost": owner_lost,
     "Owner::shutdown": shutdown,
+    "RowLock::lock": lock,
+    "RowLock::lock_many": lock_many,
+    "RowLock::claim_next": claim_next,
+    "retry::transaction": run_a_transaction,
     "fence::check": check,
     "fence::advance": advance,
     "fence::protect": protect,
@@ -141,6 +148,37 @@ async fn advance(scene: &Scene, cut: Cut) -> bool {
     completed
 }
 
+async fn lock(scene: &Scene, cut: Cut) -> bool {
+    let rows = scene.rows().await.at_most(Duration::from_secs(5)).unwrap();
+    let mut tx = scene.pool.begin().await.unwrap();
+    cut.cut(rows.lock::<(i64,), _>(&mut tx, 7_i64)).await.map(Result::unwrap).is_some()
+}
+
+async fn lock_many(scene: &Scene, cut: Cut) -> bool {
+    let rows = scene.rows().await.no_wait();
+    let mut tx = scene.pool.begin().await.unwrap();
+    cut.cut(rows.lock_many::<(i64,), _>(&mut tx, &[9_i64, 7])).await.map(Result::unwrap).is_some()
+}
+
+async fn claim_next(scene: &Scene, cut: Cut) -> bool {
+    let (rows, order) = (scene.rows().await, [Order::ascending("id").unwrap()]);
+    let mut tx = scene.pool.begin().await.unwrap();
+    let claimed = cut.cut(rows.claim_next::<(i64,)>(&mut tx, 2, &order, Filter::all())).await;
+    claimed.inspect(|rows| assert_eq!(*rows.as_ref().unwrap(), [(1,), (2,)])).is_some()
+}
+
+// The pool gets back a clean connection, and the transaction is rolled back, or committed if it was at that.
+async fn run_a_transaction(scene: &Scene, cut: Cut) -> bool {
+    let rows = &scene.rows().await;
+    let counted = cut.cut(transaction(&scene.pool, Isolation::Serializable, |tx| {
+        Box::pin(async move {
+            rows.lock::<(i64,), _>(tx, 7_i64).await?;
+            Ok::<_, Error>(7)
+        })
+    }));
+    counted.await.inspect(|counted| assert_eq!(*counted.as_ref().unwrap(), 7)).is_some()
+}
+
 // Safe: a transaction that nobody takes is rolled back; the pool gets back a clean connection.
 
 async fn begin(scene: &Scene, cut: Cut) -> bool {
@@ -151,7 +189,7 @@ async fn begin(scene: &Scene, cut: Cut) -> bool {
 
 async fn begin_with(scene: &Scene, cut: Cut) -> bool {
     let held = scene.held().await;
-    let begun = cut.cut(held.begin_with(&scene.pool, fence::Isolation::Serializable)).await;
+    let begun = cut.cut(held.begin_with(&scene.pool, Isolation::Serializable)).await;
     match begun {
         Some(tx) => tx.unwrap().commit().await.map(|()| true).unwrap(),
         None => false,

@@ -3,6 +3,7 @@
 use std::pin::Pin;
 use std::time::Duration;
 
+use fencepost::row::RowLock;
 use fencepost::testing::{Server, TestDatabase};
 use fencepost::{HeldLease, Owner};
 use sqlx::postgres::PgPoolOptions;
@@ -72,6 +73,14 @@ impl Scene {
         let observer = one_connection(&database, "observer");
         let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
         Self { database, pool, observer, a, b, server: OnceCell::new(), bare: OnceCell::new() }
+    }
+
+    /// Rows 1 to 9 of a table, to be locked by their `id`.
+    pub(super) async fn rows(&self) -> RowLock {
+        let table = "CREATE TABLE IF NOT EXISTS nine (id bigint PRIMARY KEY); \
+                     INSERT INTO nine SELECT generate_series(1, 9) ON CONFLICT DO NOTHING";
+        self.observer.execute(table).await.unwrap();
+        RowLock::on("nine").unwrap()
     }
 
     pub(super) async fn held(&self) -> HeldLease {
