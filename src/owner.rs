@@ -266,7 +266,8 @@ impl OwnerBuilder {
     /// Dropping the future stops what has been started, in the background.
     ///
     /// # Database
-    /// Two connections, one statement on each beside their settings and four to find a pooler.
+    /// Two connections, one statement on each beside their settings, and forty-one small ones to be sure that there is no
+    /// pooler; none of these if [`transaction_pooler`](Self::transaction_pooler) says it.
     pub async fn start(self) -> Result<Owner> {
         if self.ttl < Owner::MIN_TTL || self.ttl > Owner::MAX_TTL {
             return Err(Error::misuse(format!(
