@@ -10,9 +10,11 @@ use std::path::{Path, PathBuf};
 /// The top-level modules by layer, lowest first. A module may use its own layer and those below.
 const LAYERS: &[&[&str]] = &[
     // Words.
-    &["clock", "error", "name", "token", "wait"],
+    &["clock", "error", "key", "name", "token", "wait"],
     // Plumbing.
     &["sql", "migrate", "pooler", "owner"],
+    // What Postgres itself holds.
+    &["advisory"],
     // What a table holds.
     &["fence", "lease", "prune"],
     // For people.
