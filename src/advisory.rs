@@ -172,7 +172,8 @@ impl AdvisoryLock {
         // Dropped with this future, also at the deadline: the task gives up then.
         let (_wanted, watching) = watch::channel(());
         let deadline = wait.bound().map(|bound| Moment::now().after(bound));
-        let waiting = owner.shared().run(line::acquire(owner.clone(), self.clone(), slot, deadline, watching));
+        let waiting =
+            owner.shared().run(line::acquire(owner.clone(), self.clone(), slot, deadline, watching));
         match wait.bound() {
             None => waiting.await,
             Some(bound) => {

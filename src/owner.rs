@@ -172,9 +172,7 @@ impl Owner {
     /// Whether its life is confirmed: the last answered heartbeat is recent enough.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        self.shared()
-            .current()
-            .is_some_and(|life| life.is_trusted())
+        self.shared().current().is_some_and(|life| life.is_trusted())
     }
 
     /// Whether a transaction-mode pooler was found between it and the server.

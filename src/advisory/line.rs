@@ -1,7 +1,8 @@
 //! Waiting for a lock of the owner's session, as it runs on the owner's thread.
 //!
 //! ```text
-//!         refused              first in line, a session to be had        granted there
+//!        refused, or
+//!      somebody is in line         first in line, a session is free        granted there
 //! try ───────────────▶ in line ──────────────────────────────────▶ waits ─────────────▶ held
 //!                        │                                          │  ▲
 //!                        │ all of those in use                      └──┘ half a second is over
@@ -40,10 +41,13 @@ pub(super) async fn acquire(
 ) -> Result<HeldAdvisory> {
     let locks = &owner.shared().locks;
     let mut waiter = Waiter { owner: &owner, lock: &lock, slot: Some(slot), deadline };
-    match waiter.try_once().await {
-        Ok(Some(held)) => return Ok(held),
-        Ok(None) => {}
-        Err(error) => waiter.bear(error)?,
+    // Never before somebody who came earlier.
+    if !locks.claims.has_line(lock.key.numbers()) {
+        match waiter.try_once().await {
+            Ok(Some(held)) => return Ok(held),
+            Ok(None) => {}
+            Err(error) => waiter.bear(error)?,
+        }
     }
     // Of all here who wait for this key only the first one does so at the server, so that they hold one session.
     let line = locks.claims.join(lock.key.numbers());
@@ -114,7 +118,11 @@ impl Waiter<'_> {
     }
 
     /// Waits at the server for a while. The session is put into `back` if nothing was granted and it is in order.
-    async fn wait_on(&mut self, own: Beside, back: &mut Option<Beside>) -> sqlx::Result<Option<HeldAdvisory>> {
+    async fn wait_on(
+        &mut self,
+        own: Beside,
+        back: &mut Option<Beside>,
+    ) -> sqlx::Result<Option<HeldAdvisory>> {
         let numbers = self.lock.key.numbers();
         let left = self.deadline.map_or(AT_A_TIME, |deadline| deadline.remaining().min(AT_A_TIME));
         if !own.session().wait_for(numbers, self.lock.mode, left).await? {

@@ -107,6 +107,11 @@ impl Claims {
         Claim { claims: Arc::clone(self), numbers, mode, slot: Some(slot) }
     }
 
+    /// Whether somebody here waits for it.
+    pub(crate) fn has_line(&self, numbers: Numbers) -> bool {
+        self.table().get(&numbers).is_some_and(|entry| entry.in_line > 0)
+    }
+
     /// Joins those who wait for it.
     pub(crate) fn join(self: &Arc<Self>, numbers: Numbers) -> InLine {
         let mut table = self.table();

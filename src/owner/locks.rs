@@ -282,7 +282,10 @@ impl LockSession {
         self.holds.fetch_sub(1, Ordering::AcqRel);
         let unlocked = rows.and_then(|rows| answer(&rows));
         if !matches!(unlocked, Ok(true)) {
-            tracing::warn!(?unlocked, "fencepost: an advisory lock was not there to be unlocked; closing its session");
+            tracing::warn!(
+                ?unlocked,
+                "fencepost: an advisory lock was not there to be unlocked; closing its session"
+            );
             self.lose(&mut place, LossReason::SessionEnded);
         }
         unlocked

@@ -16,7 +16,8 @@ pub(crate) const PID: &str = "SELECT pg_catalog.pg_backend_pid() AS pid";
 
 pub(crate) const UNLOCK_ALL: &str = "SELECT pg_catalog.pg_advisory_unlock_all()";
 
-const NOTE: &str = "SELECT fencepost.advisory_note($1::bigint::oid, $2::bigint::oid, $3::bigint::smallint, $4::text)";
+const NOTE: &str =
+    "SELECT fencepost.advisory_note($1::bigint::oid, $2::bigint::oid, $3::bigint::smallint, $4::text)";
 
 /// Takes it for the session if it is free: a row with `answer`.
 pub(crate) fn try_lock(numbers: Numbers, mode: Mode) -> Call {
