@@ -235,8 +235,9 @@ async fn waiters_use_a_few_sessions_however_many_they_are() {
         .fetch_one(&pool)
         .await
         .unwrap();
-        // Heartbeat, statements, the main lock session, and those.
-        assert!(sessions <= 4 + i64::try_from(most).unwrap(), "{sessions} sessions");
+        // Heartbeat, statements, the main lock session, and those; besides, whoever got it holds it on one while the
+        // next one waits on another.
+        assert!(sessions <= 4 + i64::try_from(4.min(most + 1)).unwrap(), "{sessions} sessions");
     }
     until_none_is_left(&pool).await;
 }
