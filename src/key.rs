@@ -80,8 +80,9 @@ impl Key {
             hash.update(u32::try_from(part.len()).unwrap_or(u32::MAX).to_be_bytes());
             hash.update(part);
         }
-        let [a, b, c, d, e, f, g, h, ..]: [u8; 32] = hash.finalize().into();
-        let number = i64::from_be_bytes([a, b, c, d, e, f, g, h]);
+        let digest: [u8; 32] = hash.finalize().into();
+        // It has more than eight bytes.
+        let number = digest.first_chunk().map_or(0, |first| i64::from_be_bytes(*first));
         Ok(Self { numbers: Numbers::One(number), name: Some(format!("{namespace}/{name}").into()) })
     }
 
@@ -143,13 +144,13 @@ impl Key {
 impl Numbers {
     /// Where `pg_locks` shows it: `classid`, `objid`, `objsubid`.
     pub(crate) fn tag(self) -> [u32; 3] {
-        let half = |bytes: [u8; 4]| u32::from_be_bytes(bytes);
         match self {
             Self::One(number) => {
-                let [a, b, c, d, e, f, g, h] = number.to_be_bytes();
-                [half([a, b, c, d]), half([e, f, g, h]), 1]
+                let bits = number.cast_unsigned();
+                // Both fit: they are halves.
+                [bits >> 32, bits & 0xffff_ffff, 1].map(|part| u32::try_from(part).unwrap_or(0))
             }
-            Self::Pair(first, second) => [half(first.to_be_bytes()), half(second.to_be_bytes()), 2],
+            Self::Pair(first, second) => [first.cast_unsigned(), second.cast_unsigned(), 2],
         }
     }
 }

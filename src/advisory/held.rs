@@ -140,7 +140,7 @@ async fn release(
     if session.trust().loss().is_some() {
         return Ok(false);
     }
-    let unlocked = session.unlock(lock.key.numbers(), lock.mode).await;
+    let unlocked = session.unlock(lock.key.numbers(), lock.mode, claim.is_alone()).await;
     if let (Ok(true), Some(beside)) = (&unlocked, beside) {
         // Only now is it certain that nothing is held on it.
         shared.locks.put_back(beside);

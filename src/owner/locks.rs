@@ -276,15 +276,20 @@ impl LockSession {
     }
 
     /// Whether it was held until now. If not, or that is not known, the session is lost: it is not what we think.
-    pub(crate) async fn unlock(&self, numbers: Numbers, mode: Mode) -> sqlx::Result<bool> {
+    /// `alone` as for [`try_lock`](Self::try_lock).
+    pub(crate) async fn unlock(&self, numbers: Numbers, mode: Mode, alone: bool) -> sqlx::Result<bool> {
         let mut place = self.place.lock().await;
-        let rows = self.ask(&mut place, Question::Call(advisory::unlock(numbers, mode))).await;
+        let unlock = || Question::Call(advisory::unlock(numbers, mode));
+        let mut unlocked = self.ask(&mut place, unlock()).await.and_then(|rows| answer(&rows));
+        if unlocked.is_err() && alone && place.is_some() {
+            // A report (cancelled): the session is there, and the lock or not. Once more, and it is not.
+            unlocked = self.ask(&mut place, unlock()).await.map(|_| true);
+        }
         self.holds.fetch_sub(1, Ordering::AcqRel);
-        let unlocked = rows.and_then(|rows| answer(&rows));
         if !matches!(unlocked, Ok(true)) {
             tracing::warn!(
                 ?unlocked,
-                "fencepost: an advisory lock was not there to be unlocked; closing its session"
+                "fencepost: an advisory lock could not be unlocked; closing its session"
             );
             self.lose(&mut place, LossReason::SessionEnded);
         }
@@ -305,6 +310,8 @@ impl LockSession {
                 // A pooler that was not recognised.
                 _ => LossReason::SessionEnded,
             },
+            // A report (cancelled) is an answer, too.
+            Some(Err(_)) if place.is_some() => return,
             Some(Err(_)) => LossReason::SessionEnded,
             None => LossReason::Unreachable,
         };

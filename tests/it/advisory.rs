@@ -330,11 +330,62 @@ async fn thousands_of_timeouts_that_race_with_the_grant_leave_no_lock_behind() {
             Err(other) => panic!("{other:?}"),
         }
     }
+    // All that was granted has been released, or was granted to nobody and gives itself back.
+    until_true(
+        &pool,
+        "no session of ours holds a stray lock",
+        "SELECT NOT EXISTS (SELECT FROM fencepost.advisory_locks() WHERE application_name = 'fencepost a')",
+    )
+    .await;
     drop(end);
     let turns = within("the other holder ends", holder).await.unwrap();
     assert!(granted > 0 && refused > 0 && turns > 10, "a race: {granted} granted, {refused} refused");
     until_none_is_left(&pool).await;
     println!("{granted} granted, {refused} refused, {turns} turns of the other holder");
+}
+
+// C02 of the statements that do not wait: somebody cancels them, at any moment. What they left behind is found out.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_storm_of_cancelled_statements_leaves_no_lock_behind() {
+    let (database, pool, a, b) = scene().await;
+    let mut other = connect(&database.options()).await;
+    let (end, mut ended) = tokio::sync::oneshot::channel::<()>();
+    let storm = tokio::spawn(async move {
+        let mut cancelled = 0;
+        while ended.try_recv() == Err(tokio::sync::oneshot::error::TryRecvError::Empty) {
+            let row = other
+                .fetch_one(
+                    "SELECT count(pg_cancel_backend(s.pid)) FROM generate_series(1, 50), pg_stat_activity s \
+                     WHERE s.datname = current_database() AND s.application_name = 'fencepost a' \
+                     AND s.query LIKE '%advisory%' AND s.query NOT LIKE '%note%'",
+                )
+                .await
+                .unwrap();
+            cancelled += row.get::<i64, _>(0);
+        }
+        cancelled
+    });
+    let mut granted = 0;
+    for n in 0..1_500 {
+        let lock = AdvisoryLock::exclusive(Key::from_i64(n % 7));
+        // Refused only while a session that was closed has not ended yet.
+        if let Some(held) = within("an answer", lock.try_acquire(&a)).await.unwrap() {
+            granted += 1;
+            // Known, or lost with its session.
+            drop(held.release().await);
+        }
+        if n % 50 == 0 {
+            let theirs = hold_when_free(&lock, &b).await;
+            let wait = lock.acquire(&a, Wait::at_most(Duration::from_millis(5)));
+            assert!(matches!(wait.await, Err(Error::Busy { .. })));
+            assert!(theirs.release().await.unwrap());
+        }
+    }
+    drop(end);
+    let cancelled = within("the storm ends", storm).await.unwrap();
+    println!("{granted} granted, {cancelled} cancels");
+    assert!(granted > 0 && cancelled > 1_000, "{granted} granted, {cancelled} cancels");
+    until_none_is_left(&pool).await;
 }
 
 // C01, C24: cancelled after any poll, held or waiting.
@@ -369,7 +420,7 @@ async fn a_wait_cancelled_at_any_moment_strands_nothing() {
             Duration::from_micros(round * 37 % 3_000),
             lock.acquire(&a, Wait::forever()),
         );
-        let (ours, _) = tokio::join!(cancelled, async {
+        let (ours, ()) = tokio::join!(cancelled, async {
             tokio::time::sleep(Duration::from_micros(round * 53 % 3_000)).await;
             assert!(theirs.release().await.unwrap());
         });
