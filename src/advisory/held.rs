@@ -13,6 +13,8 @@ use crate::sql::advisory;
 
 /// An advisory lock that a session of the owner's holds, until it is released, dropped or lost.
 ///
+/// It hangs on that session alone, not on the owner's heartbeat: it stays held when the owner is lost and starts again.
+///
 /// # Guarantees
 /// While [`is_held`](Self::is_held) says yes the session answered at most nine seconds ago (nine tenths of the owner's
 /// ttl, if that is less than ten seconds; at least nine tenths of one), and the server gives up a client that is cut off
