@@ -49,6 +49,7 @@ impl HeldAdvisory {
         beside: Option<Beside>,
         claim: Claim,
     ) -> Self {
+        claim.held_by(&session);
         tracing::debug!(key = %lock.key, "fencepost: advisory lock acquired");
         if owner.shared().locks.claims.is_news(&lock.key)
             && let Some(note) = advisory::note(&lock.key)

@@ -4,11 +4,13 @@
 //! whether two of its tasks exclude each other is decided here, before the server is asked.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::locks::LockSession;
 use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::key::{Key, Mode, Numbers};
@@ -16,6 +18,7 @@ use crate::key::{Key, Mode, Numbers};
 #[derive(Debug)]
 pub(crate) struct Claims {
     table: Mutex<HashMap<Numbers, Entry>>,
+    next_id: AtomicU64,
     slots: Arc<Semaphore>,
     cap: usize,
     /// When the database was last told what a key is called.
@@ -25,23 +28,31 @@ pub(crate) struct Claims {
 /// What is known of a key that somebody here holds, tries or waits for.
 #[derive(Debug, Default)]
 struct Entry {
-    exclusive: usize,
-    shared: usize,
+    claims: Vec<Claimed>,
     in_line: usize,
     /// Those who wait for it, one after the other: only the first one waits at the server.
     line: Arc<tokio::sync::Mutex<()>>,
 }
 
+#[derive(Debug)]
+struct Claimed {
+    id: u64,
+    mode: Mode,
+    /// None while it is being tried.
+    session: Option<Arc<LockSession>>,
+}
+
+impl Claimed {
+    /// What was lost excludes nobody any more, though it has not been dropped yet.
+    fn counts(&self) -> bool {
+        self.session.as_ref().is_none_or(|session| session.trust().loss().is_none())
+    }
+}
+
 impl Entry {
     fn is_busy(&self, mode: Mode) -> bool {
-        self.exclusive > 0 || (mode == Mode::Exclusive && self.shared > 0)
-    }
-
-    fn count(&mut self, mode: Mode) -> &mut usize {
-        match mode {
-            Mode::Exclusive => &mut self.exclusive,
-            Mode::Shared => &mut self.shared,
-        }
+        let excludes = |other: Mode| mode == Mode::Exclusive || other == Mode::Exclusive;
+        self.claims.iter().any(|claim| excludes(claim.mode) && claim.counts())
     }
 }
 
@@ -54,7 +65,7 @@ pub(crate) struct Slot(#[expect(dead_code, reason = "given back by being dropped
 pub(crate) struct Claim {
     claims: Arc<Claims>,
     numbers: Numbers,
-    mode: Mode,
+    id: u64,
     slot: Option<Slot>,
 }
 
@@ -73,7 +84,7 @@ const NOTED_FOR: Duration = Duration::from_hours(1);
 impl Claims {
     pub(crate) fn new(cap: usize) -> Self {
         let slots = Arc::new(Semaphore::new(cap));
-        Self { table: Mutex::default(), slots, cap, noted: Mutex::default() }
+        Self { table: Mutex::default(), next_id: AtomicU64::new(0), slots, cap, noted: Mutex::default() }
     }
 
     pub(crate) fn slot(&self) -> Result<Slot> {
@@ -93,18 +104,19 @@ impl Claims {
         if entry.is_busy(mode) {
             return Err(slot);
         }
-        *entry.count(mode) += 1;
-        Ok(self.claimed(numbers, mode, slot))
+        Ok(self.enter(entry, numbers, mode, slot))
     }
 
     /// Claims what the server has granted to a session of its own: whoever held it here gives it up just now.
     pub(crate) fn granted(self: &Arc<Self>, numbers: Numbers, mode: Mode, slot: Slot) -> Claim {
-        *self.table().entry(numbers).or_default().count(mode) += 1;
-        self.claimed(numbers, mode, slot)
+        let mut table = self.table();
+        self.enter(table.entry(numbers).or_default(), numbers, mode, slot)
     }
 
-    fn claimed(self: &Arc<Self>, numbers: Numbers, mode: Mode, slot: Slot) -> Claim {
-        Claim { claims: Arc::clone(self), numbers, mode, slot: Some(slot) }
+    fn enter(self: &Arc<Self>, entry: &mut Entry, numbers: Numbers, mode: Mode, slot: Slot) -> Claim {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        entry.claims.push(Claimed { id, mode, session: None });
+        Claim { claims: Arc::clone(self), numbers, id, slot: Some(slot) }
     }
 
     /// Whether somebody here waits for it.
@@ -140,7 +152,7 @@ impl Claims {
         let mut table = self.table();
         if let Some(entry) = table.get_mut(&numbers) {
             leave(entry);
-            if (entry.exclusive, entry.shared, entry.in_line) == (0, 0, 0) {
+            if entry.claims.is_empty() && entry.in_line == 0 {
                 table.remove(&numbers);
             }
         }
@@ -152,9 +164,20 @@ impl Claims {
 }
 
 impl Claim {
-    /// Whether nobody else here holds or tries the same.
+    /// Held by this session from now on.
+    pub(crate) fn held_by(&self, session: &Arc<LockSession>) {
+        let mut table = self.claims.table();
+        let claims = table.get_mut(&self.numbers).map(|entry| entry.claims.iter_mut());
+        if let Some(claimed) = claims.into_iter().flatten().find(|claimed| claimed.id == self.id) {
+            claimed.session = Some(Arc::clone(session));
+        }
+    }
+
+    /// Whether nobody else here holds or tries it.
     pub(crate) fn is_alone(&self) -> bool {
-        self.claims.table().get_mut(&self.numbers).is_some_and(|entry| *entry.count(self.mode) == 1)
+        let table = self.claims.table();
+        let others = table.get(&self.numbers).map(|entry| entry.claims.iter());
+        !others.into_iter().flatten().any(|other| other.id != self.id && other.counts())
     }
 
     /// Not held after all; the slot is for the next attempt.
@@ -165,10 +188,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.claims.leave(self.numbers, |entry| {
-            let count = entry.count(self.mode);
-            *count = count.saturating_sub(1);
-        });
+        self.claims.leave(self.numbers, |entry| entry.claims.retain(|claimed| claimed.id != self.id));
     }
 }
 

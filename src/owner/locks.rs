@@ -231,7 +231,7 @@ impl LockSession {
         &self.trust
     }
 
-    /// Takes the lock if it is free. `alone`: nobody else here holds it on this session, in the same mode.
+    /// Takes the lock if it is free. `alone`: nobody else here holds or tries it.
     pub(crate) async fn try_lock(&self, numbers: Numbers, mode: Mode, alone: bool) -> sqlx::Result<bool> {
         let mut place = self.place.lock().await;
         let rows = match self.ask(&mut place, Question::Call(advisory::try_lock(numbers, mode))).await {

@@ -476,6 +476,8 @@ async fn a_terminated_session_is_a_loss_of_all_its_locks_and_of_no_others() {
         assert!(!one.is_held());
     }
     assert!(theirs.is_held());
+    // Though it has not been dropped, what was lost stands in nobody's way, in the same process neither.
+    assert!(hold(&exclusive("y"), &a).await.release().await.unwrap());
     // Somebody else has it by now, and a late release does not touch that.
     let next = hold(&exclusive("x"), &b).await;
     for one in held {
