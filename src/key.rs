@@ -111,7 +111,7 @@ impl Key {
     ///
     /// let key = Key::from_sqlx(&PgAdvisoryLock::new("my first Postgres advisory lock!"))?;
     /// assert_eq!(key, Key::from_i64(-5560419505042474287));
-    /// # fencepost::Result::Ok(())
+    /// # Ok::<(), fencepost::Error>(())
     /// ```
     pub fn from_sqlx(lock: &PgAdvisoryLock) -> Result<Self> {
         match *lock.key() {
