@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use fencepost::{Error, HeldLease, Lease, Owner, Result, Wait};
+use fencepost::{AdvisoryLock, Error, HeldAdvisory, HeldLease, Key, Lease, Owner, Result, Wait};
 use sqlx::PgPool;
 
 use crate::cancel::after_polls;
@@ -57,8 +57,40 @@ impl Exclusive for Lease {
     }
 }
 
+impl Exclusive for AdvisoryLock {
+    type Held = HeldAdvisory;
+
+    fn named(name: &str) -> Self {
+        Self::exclusive(Key::from_name("contract", name).unwrap())
+    }
+
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<HeldAdvisory>> {
+        Self::try_acquire(self, owner).await
+    }
+
+    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<HeldAdvisory> {
+        Self::acquire(self, owner, wait).await
+    }
+
+    async fn release(held: HeldAdvisory) -> Result<bool> {
+        held.release().await
+    }
+
+    fn is_held(held: &HeldAdvisory) -> bool {
+        held.is_held()
+    }
+
+    async fn lost(held: &HeldAdvisory) -> fencepost::LossReason {
+        held.lost().await
+    }
+
+    async fn waiting(pool: &PgPool) -> i64 {
+        crate::advisory::advisory_locks(pool, false).await
+    }
+}
+
 /// The capability's modules under `src/` that promise exclusion, each with its line here.
-const CAPABILITIES: &[&str] = &["lease"];
+const CAPABILITIES: &[&str] = &["advisory", "lease"];
 
 #[test]
 fn every_capability_is_in_the_contract() {
@@ -192,6 +224,17 @@ contract!(lease: fencepost::Lease; [
     dropped_it_is_free,
     a_wait_ends_with_its_deadline_and_leaves_nothing,
     waiters_are_served_in_the_order_of_arrival,
+    a_cancelled_acquire_strands_nothing,
+    a_stopped_owner_holds_nothing,
+]);
+
+// Postgres's own line does not keep the order of arrival across processes for longer than half a second
+// (`advisory::who_waits_in_one_process_is_served_in_the_order_of_arrival` is what is promised).
+contract!(advisory: fencepost::AdvisoryLock; [
+    one_holds_and_the_others_do_not,
+    released_it_is_free_and_can_be_acquired_again,
+    dropped_it_is_free,
+    a_wait_ends_with_its_deadline_and_leaves_nothing,
     a_cancelled_acquire_strands_nothing,
     a_stopped_owner_holds_nothing,
 ]);
