@@ -25,6 +25,7 @@
 //!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
+//! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.
@@ -36,6 +37,7 @@
 //!
 //! Longer reading: [`docs::fencing`], [`docs::failure`].
 
+pub mod claim;
 mod error;
 pub mod fence;
 pub mod migrate;
@@ -45,6 +47,7 @@ pub mod testing;
 
 mod clock;
 mod identifier;
+mod json;
 mod lease;
 mod mistake;
 mod name;

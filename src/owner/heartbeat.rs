@@ -9,6 +9,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 use uuid::Uuid;
 
+use super::ended::Endings;
 use super::Shared;
 use super::hand_over::HandedOver;
 use super::life::{Grants, Life, Stage};
@@ -110,6 +111,7 @@ async fn begin(
         statements: Statements::new(source, calling),
         grants: Grants::default(),
         wakes: Wakes::default(),
+        endings: Endings::default(),
         stage: watch::Sender::new(Stage::Starting(LossReason::Stopped)),
         runtime: tokio::runtime::Handle::current(),
         beat_now: Notify::new(),
