@@ -46,6 +46,7 @@ pub mod row;
 pub mod testing;
 
 mod clock;
+mod driver;
 mod identifier;
 mod json;
 mod lease;

@@ -57,6 +57,10 @@ use crate::sql;
 /// a prepared statement is stale), an [`Error::Database`] that [is retryable](Error::is_retryable).
 /// [`transaction`](crate::transaction()) runs the work again after all three.
 ///
+/// # Database
+/// Prepared statements on the transaction's connection, which collide behind a transaction-mode pooler that does not know of
+/// them: see [`transaction_pooler`](Self::transaction_pooler).
+///
 /// # Examples
 /// ```no_run
 /// # async fn example(pool: sqlx::PgPool) -> fencepost::Result<()> {
@@ -87,6 +91,7 @@ pub struct RowLock {
     key: Identifier,
     strength: Strength,
     waits: Waits,
+    pooled: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -185,6 +190,7 @@ impl RowLock {
             key: Identifier::new("id")?,
             strength: Strength::Update,
             waits: Waits::Block,
+            pooled: false,
         })
     }
 
@@ -248,6 +254,14 @@ impl RowLock {
         Ok(self)
     }
 
+    /// Behind a transaction-mode pooler that keeps no prepared statements (PgBouncer before 1.21) sessions are shared, and
+    /// so would be the statements' names: with `true` they have none, for one round trip more each time.
+    #[must_use]
+    pub fn transaction_pooler(mut self, pooled: bool) -> Self {
+        self.pooled = pooled;
+        self
+    }
+
     /// Locks the row with this key until the transaction ends (or the savepoint in which it is locked is rolled back),
     /// and reads it as it is then.
     ///
@@ -266,9 +280,9 @@ impl RowLock {
         K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
     {
         let Self { table, key: column, .. } = self;
-        let skip = matches!(self.waits, Waits::NoWait | Waits::SkipLocked);
+        let skip = self.skips();
         let text = format!("SELECT t.* FROM {table} AS t WHERE t.{column} = $1 {}", self.clause(skip));
-        let statement = Statement { text, args: bound(&key)? };
+        let statement = self.statement(text, bound(&key)?);
         let Some(rows) = self.within_its_time(tx, statement).await? else { return Ok(Locked::Busy) };
         if rows.len() > 1 {
             return Err(not_unique(column));
@@ -280,7 +294,7 @@ impl RowLock {
             return Ok(Locked::NotFound);
         }
         let text = format!("SELECT FROM {table} AS t WHERE t.{column} = $1 LIMIT 1");
-        let there = Statement { text, args: bound(&key)? }.rows(tx).await.map_err(failed)?;
+        let there = self.statement(text, bound(&key)?).rows(tx).await.map_err(failed)?;
         Ok(if there.is_empty() { Locked::NotFound } else { Locked::Busy })
     }
 
@@ -305,14 +319,13 @@ impl RowLock {
         K: for<'q> Encode<'q, Postgres> + Type<Postgres> + PgHasArrayType + Clone,
     {
         let mut args = bound(keys)?;
-        let skip = matches!(self.waits, Waits::NoWait | Waits::SkipLocked);
-        let bound_to = match self.waits {
-            Waits::AtMost(most) => Some(add(&mut args, sql::micros(most))?),
-            Waits::Block | Waits::NoWait | Waits::SkipLocked => None,
-        };
-        let statement = Statement { text: self.many(skip, bound_to.is_some()), args };
+        if let Waits::AtMost(most) = self.waits {
+            add(&mut args, sql::micros(most))?;
+        }
+        let statement = self.statement(self.many(), args);
         let all_or_none = match self.waits {
             Waits::NoWait => Some(Savepoint::open(tx, None).await.map_err(failed)?),
+            // The bound has a savepoint of its own.
             Waits::Block | Waits::SkipLocked | Waits::AtMost(_) => None,
         };
         let mut answer = LockedMany { rows: Vec::new(), not_found: Vec::new(), busy: Vec::new() };
@@ -400,8 +413,17 @@ impl RowLock {
         let lock = self.clause(true);
         // A comment at the condition's end ends with its line.
         let text = format!("SELECT t.* FROM {table} AS t WHERE ({condition}\n) {order} LIMIT {limit} {lock}");
-        let rows = Statement { text, args: args? }.rows(tx).await.map_err(failed)?;
+        let rows = self.statement(text, args?).rows(tx).await.map_err(failed)?;
         rows.iter().map(read).collect()
+    }
+
+    fn statement(&self, text: String, args: PgArguments) -> Statement {
+        Statement { text, args, named: !self.pooled }
+    }
+
+    /// NOWAIT would be an error that aborts the transaction.
+    fn skips(&self) -> bool {
+        matches!(self.waits, Waits::NoWait | Waits::SkipLocked)
     }
 
     fn clause(&self, skip: bool) -> String {
@@ -412,10 +434,11 @@ impl RowLock {
     ///
     /// ORDER BY stands beside the lock, so the rows are locked in that order. With a bound the remaining time is set
     /// for each row before it is locked: a volatile function is evaluated after the sort, row by row.
-    fn many(&self, skip: bool, bound: bool) -> String {
+    fn many(&self) -> String {
         let Self { table, key, .. } = self;
+        let skip = self.skips();
         let lock = self.clause(skip);
-        let remaining = if bound {
+        let remaining = if matches!(self.waits, Waits::AtMost(_)) {
             ", pg_catalog.set_config('lock_timeout', greatest(1, least(2147483647, \
              $2::bigint / 1000 - (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - pg_catalog.statement_timestamp()) * 1000)::bigint \
              ))::text, true) AS fencepost_bound"
@@ -521,11 +544,16 @@ struct Statement {
     /// Of our words, quoted names and the program's own condition.
     text: String,
     args: PgArguments,
+    /// Whether it has a name on its session, and is kept.
+    named: bool,
 }
 
 impl Statement {
     async fn rows(self, conn: &mut PgConnection) -> sqlx::Result<Vec<PgRow>> {
-        let rows = sqlx::query_with(AssertSqlSafe(self.text), self.args).fetch_all(&mut *conn).await;
+        let rows = sqlx::query_with(AssertSqlSafe(self.text), self.args)
+            .persistent(self.named)
+            .fetch_all(&mut *conn)
+            .await;
         if rows.as_ref().is_err_and(|failure| error::is_stale_statement(failure)) {
             // It says `t.*`, and a column has been added. This transaction is lost, the next one will prepare it anew.
             conn.clear_cached_statements().await?;

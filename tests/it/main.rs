@@ -13,12 +13,17 @@ mod cancel;
 mod claim;
 mod claim_jobs;
 mod claim_once;
+mod connect;
 mod contract;
+#[path = "../faults/dice.rs"]
+mod dice;
 mod durability;
 mod fence;
 mod inputs;
 mod interleave;
 mod lease;
+mod mangle;
+mod mangled;
 mod migrate;
 mod owner;
 #[path = "../support/pgbouncer.rs"]
@@ -34,6 +39,8 @@ mod proxy;
 mod prune;
 mod retry;
 mod row;
+#[path = "../support/sources.rs"]
+mod sources;
 mod sql;
 mod support;
 mod waiting;

@@ -33,10 +33,11 @@
 //! | the loss signal | a belief is judged by the clock; whoever is told, and when, changes nothing that is written |
 //! | `BEGIN`, `COMMIT`, an update, a release | each one step: their locks are not waited for with another lock held |
 //! | a waiting lock request | the step is not possible until the lock is free: which is when it would go on |
-//! | two calls a process at most that nobody hears | more are more of the same |
+//! | three calls of a process under way at most | more are more of the same |
 //! | `try`, no queue; READ COMMITTED; no cap | the queue is `line.rs`; the rest is tested against Postgres |
 //!
-//! Three scenes, since faults of a kind matter together: [`Scene`]. The mutants: [`Mutant`].
+//! Four scenes, each with the faults that matter together and without what does not: [`Scene`]. The rules that are
+//! switched off: [`Mutant`].
 
 mod process;
 mod server;
@@ -55,7 +56,8 @@ enum Scene {
     /// Who believes what when A holds the lease at first: time, heartbeats step by step, the database's clock steps
     /// back. Nobody writes, releases or starts again.
     Clock,
-    /// Who writes what when A holds the lease at first: fenced writes, processes that are paused or die. A heartbeat is one step.
+    /// Who writes what when A holds the lease at first: fenced writes, processes that are paused or die. A heartbeat
+    /// is one step.
     Pause,
     /// Answers are lost, the server crashes. No time passes, so every owner lives; nobody writes.
     Wire,
@@ -158,7 +160,7 @@ impl Lease {
 
     /// How often a client may acquire; what it holds at first counts.
     fn attempts(&self) -> u8 {
-        if self.scene == Scene::Wire { 2 } else { 1 }
+        if self.scene == Scene::Wire && self.clients == 2 { 2 } else { 1 }
     }
 
     /// How many lives a process may have, one after the other.

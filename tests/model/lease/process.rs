@@ -119,25 +119,6 @@ impl Lease {
         Some(after)
     }
 
-    pub(super) fn hear(&self, before: &State, client: u8, call: u8) -> Option<State> {
-        let call = usize::from(call);
-        let answered = before.client(client).calls[call];
-        let Stage::Answered(answer) = answered.stage else { return None };
-        let mut after = before.clone();
-        let process = after.client_mut(client);
-        process.calls.remove(call);
-        process.about = None;
-        match answer {
-            // What was granted to a life that is over is lost with it.
-            Answer::Granted(token) if answered.life == process.life => {
-                process.known.insert(answered.grant);
-                process.held = Some(Held { grant: answered.grant, token });
-            }
-            _ => process.known.remove(answered.grant),
-        }
-        Some(after)
-    }
-
     /// Compares what the database lists for this owner with what is known here: `src/owner/reconcile.rs`.
     pub(super) fn reconcile(&self, before: &State, client: u8) -> Option<State> {
         let (process, row) = (before.client(client), &before.db);
@@ -161,6 +142,25 @@ impl Lease {
         process.known.remove(held.grant);
         Some(after)
     }
+}
+
+pub(super) fn hear(before: &State, client: u8, call: u8) -> Option<State> {
+    let call = usize::from(call);
+    let answered = before.client(client).calls[call];
+    let Stage::Answered(answer) = answered.stage else { return None };
+    let mut after = before.clone();
+    let process = after.client_mut(client);
+    process.calls.remove(call);
+    process.about = None;
+    match answer {
+        // What was granted to a life that is over is lost with it.
+        Answer::Granted(token) if answered.life == process.life => {
+            process.known.insert(answered.grant);
+            process.held = Some(Held { grant: answered.grant, token });
+        }
+        _ => process.known.remove(answered.grant),
+    }
+    Some(after)
 }
 
 /// Nothing was heard for too long: whatever is found under this grant is for reconcile.

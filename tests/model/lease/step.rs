@@ -98,7 +98,7 @@ impl Lease {
             Action::Draw(client, call) => self.draw(before, client, call),
             Action::Arrive(client, call) => self.arrive(before, client, call),
             Action::Commit(client, call) => self.commit(before, client, call),
-            Action::Hear(client, call) => self.hear(before, client, call),
+            Action::Hear(client, call) => process::hear(before, client, call),
             Action::Reconcile(client) => self.reconcile(before, client),
             Action::Fence(client) => self.fence(before, client),
             Action::Read(client) => process::read(before, client),
