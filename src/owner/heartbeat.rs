@@ -9,7 +9,6 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 use uuid::Uuid;
 
-use super::Shared;
 use super::ended::Endings;
 use super::hand_over::HandedOver;
 use super::life::{Grants, Life, Stage};

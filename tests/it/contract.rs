@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use fencepost::claim::{self, Claim};
+use fencepost::claim::{self as claims, Claim};
 use fencepost::{Error, HeldLease, Lease, Owner, Result, Wait};
 use sqlx::PgPool;
 
@@ -66,26 +66,26 @@ impl Waits for Lease {
 
 /// An attempt at it.
 impl Exclusive for Claim {
-    type Held = claim::Attempt;
+    type Held = claims::Attempt;
 
     fn named(name: &str) -> Self {
         // Poison is another matter.
         Self::named(name).unwrap().max_crashes(1_000).unwrap()
     }
 
-    async fn try_acquire(&self, owner: &Owner) -> Result<Option<claim::Attempt>> {
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<claims::Attempt>> {
         Ok(self.begin(owner).await?.into_attempt())
     }
 
-    async fn release(held: claim::Attempt) -> Result<bool> {
+    async fn release(held: claims::Attempt) -> Result<bool> {
         held.release().await
     }
 
-    fn is_held(held: &claim::Attempt) -> bool {
+    fn is_held(held: &claims::Attempt) -> bool {
         held.is_held()
     }
 
-    async fn lost(held: &claim::Attempt) -> fencepost::LossReason {
+    async fn lost(held: &claims::Attempt) -> fencepost::LossReason {
         held.lost().await
     }
 }
