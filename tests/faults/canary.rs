@@ -313,10 +313,7 @@ pub(crate) const FINISH_BY_ID: Canary = Canary {
     change: Change::Functions(&[
         (
             "fencepost.claim_fence",
-            &[
-                ("OR v_token <> p_token OR v_grant IS DISTINCT FROM p_grant_id", ""),
-                ("IF NOT FOUND OR p_token IS NULL OR p_grant_id IS NULL\n       THEN", "IF NOT FOUND THEN"),
-            ],
+            &[("OR v_token <> p_token OR v_grant IS DISTINCT FROM p_grant_id THEN", "THEN")],
         ),
         (
             "fencepost.claim_complete",

@@ -19,9 +19,6 @@ pub(super) async fn work(worker: Rc<Worker>) {
     let jobs = Jobs::of_kind(KIND).unwrap();
     while !*worker.quitting.borrow() {
         let attempts = if worker.percent(30) { worker.begin().await } else { worker.next(&jobs).await };
-        if attempts.is_empty() {
-            worker.leave_more().await;
-        }
         for attempt in attempts {
             worker.attempt(attempt).await;
         }
@@ -54,7 +51,13 @@ impl Worker {
     async fn next(&self, jobs: &Jobs) -> Vec<Attempt> {
         let limit = usize::try_from(self.dice.borrow_mut().between(1, 6)).unwrap();
         let before = now();
-        let attempts = jobs.claim_next(&self.owner, limit).await.unwrap_or_default();
+        let attempts = match jobs.claim_next(&self.owner, limit).await {
+            Ok(attempts) => attempts,
+            Err(_) => return Vec::new(),
+        };
+        if attempts.is_empty() {
+            self.leave_more().await;
+        }
         for attempt in &attempts {
             // Which they are is known only now.
             let op = self.next_op();
@@ -96,7 +99,8 @@ impl Worker {
             if self.percent(5) {
                 self.ask_to_be_stopped_with(Place::Claimed, &attempt).await;
             } else {
-                sleep(self.think(0, 4)).await;
+                let most = if self.percent(20) { 60 } else { 4 };
+                sleep(self.think(0, most)).await;
             }
             self.look_at(&attempt);
             let end = self.dice.borrow_mut().below(100);
@@ -109,8 +113,11 @@ impl Worker {
             end
         };
         let ((), end) = tokio::join!(watch, work);
-        let ended = self.record(self.next_op(), Kind::End, Phase::Invoke, &key).token(token);
-        self.history.write(&ended.why(if end >= 96 { "release" } else { "drop" }));
+        // That it has failed is said already, before it was committed.
+        if !(85..92).contains(&end) {
+            let ended = self.record(self.next_op(), Kind::End, Phase::Invoke, &key).token(token);
+            self.history.write(&ended.why(if end >= 96 { "release" } else { "drop" }));
+        }
         if end >= 96 { drop(attempt.release().await) } else { drop(attempt) }
     }
 
@@ -166,7 +173,14 @@ impl Worker {
             // Nobody is kept out yet.
             self.ask_to_be_stopped_with(Place::Claimed, attempt).await;
         }
-        attempt.complete(&mut tx, &op).await?;
+        if self.percent(50) {
+            // As from another language, or a process that was handed the grant: only the database says no.
+            let grant = attempt.grant().id;
+            let complete = format!("SELECT fencepost.claim_complete('{key}', {token}, '{grant}', '{op}')");
+            sqlx::raw_sql(AssertSqlSafe(complete)).execute(&mut *tx).await?;
+        } else {
+            attempt.complete(&mut tx, &op).await?;
+        }
         if self.percent(5) {
             self.ask_to_be_stopped_with(Place::Completing, attempt).await;
         }
@@ -174,12 +188,12 @@ impl Worker {
     }
 
     async fn fail(&self, attempt: &Attempt) {
+        // From here on nobody relies on it.
+        let end = self.record(self.next_op(), Kind::End, Phase::Invoke, attempt.key().as_str());
+        self.history.write(&end.token(attempt.token().as_i64()).why("fail"));
         let failed = async {
             let mut tx = self.pool.begin().await?;
             attempt.fail(&mut tx, "by the dice", Duration::ZERO).await?;
-            // From here on nobody relies on it.
-            let end = self.record(self.next_op(), Kind::End, Phase::Invoke, attempt.key().as_str());
-            self.history.write(&end.token(attempt.token().as_i64()).why("fail"));
             tx.commit().await?;
             Ok::<_, Error>(())
         };
