@@ -28,6 +28,8 @@
 //! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
+//! - [`AdvisoryLock`]: the locks that Postgres itself has, without their traps: for a transaction, or
+//!   ([`HeldAdvisory`]) many on one connection for work that outlives one. [`Key`]: what they lock.
 //! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.
 //! - [`Error`]: one type for all that can go wrong.
 //! - `testing` (feature `test-util`): a Postgres that starts by itself, for your tests.
@@ -35,7 +37,7 @@
 //! # What it does not do
 //! It does not exclude side effects that check no token. It is not a job framework and not a driver.
 //!
-//! Longer reading: [`docs::fencing`], [`docs::failure`].
+//! Longer reading: [`docs::fencing`], [`docs::failure`], [`docs::pooling`].
 
 pub mod claim;
 mod error;
@@ -45,10 +47,12 @@ pub mod row;
 #[cfg(all(feature = "test-util", unix))]
 pub mod testing;
 
+mod advisory;
 mod clock;
 mod driver;
 mod identifier;
 mod json;
+mod key;
 mod lease;
 mod mistake;
 mod name;
@@ -61,7 +65,9 @@ mod sql;
 mod token;
 mod wait;
 
+pub use advisory::{AdvisoryLock, HeldAdvisory};
 pub use error::{Error, LossReason, Result};
+pub use key::Key;
 pub use lease::{Attempt, HeldLease, Holder, Lease};
 pub use migrate::migrate;
 pub use name::LockName;
@@ -77,6 +83,8 @@ pub mod docs {
     pub mod failure {}
     #[doc = include_str!("../docs/fencing.md")]
     pub mod fencing {}
+    #[doc = include_str!("../docs/pooling.md")]
+    pub mod pooling {}
 }
 
 /// So that the code in it is checked.

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use fencepost::claim::{self as claims, Claim};
-use fencepost::{Error, HeldLease, Lease, Owner, Result, Wait};
+use fencepost::{AdvisoryLock, Error, HeldAdvisory, HeldLease, Key, Lease, Owner, Result, Wait};
 use sqlx::PgPool;
 
 use crate::cancel::after_polls;
@@ -64,6 +64,40 @@ impl Waits for Lease {
     }
 }
 
+impl Exclusive for AdvisoryLock {
+    type Held = HeldAdvisory;
+
+    fn named(name: &str) -> Self {
+        Self::exclusive(Key::from_name("contract", name).unwrap())
+    }
+
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<HeldAdvisory>> {
+        Self::try_acquire(self, owner).await
+    }
+
+    async fn release(held: HeldAdvisory) -> Result<bool> {
+        held.release().await
+    }
+
+    fn is_held(held: &HeldAdvisory) -> bool {
+        held.is_held()
+    }
+
+    async fn lost(held: &HeldAdvisory) -> fencepost::LossReason {
+        held.lost().await
+    }
+}
+
+impl Waits for AdvisoryLock {
+    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<HeldAdvisory> {
+        Self::acquire(self, owner, wait).await
+    }
+
+    async fn waiting(pool: &PgPool) -> i64 {
+        crate::advisory::advisory_locks(pool, false).await
+    }
+}
+
 /// An attempt at it.
 impl Exclusive for Claim {
     type Held = claims::Attempt;
@@ -91,7 +125,7 @@ impl Exclusive for Claim {
 }
 
 /// The capability's modules under `src/` that promise exclusion, each with its line here.
-const CAPABILITIES: &[&str] = &["claim", "lease"];
+const CAPABILITIES: &[&str] = &["advisory", "claim", "lease"];
 
 #[test]
 fn every_capability_is_in_the_contract() {
@@ -253,4 +287,17 @@ contract!(claim: fencepost::claim::Claim; [
     dropped_it_is_free,
     a_cancelled_acquire_strands_nothing,
     a_stopped_owner_holds_nothing,
+]);
+
+// Postgres's own line does not keep the order of arrival across processes for longer than half a second
+// (`advisory::who_waits_in_one_process_is_served_in_the_order_of_arrival` is what is promised).
+contract!(advisory: fencepost::AdvisoryLock; [
+    one_holds_and_the_others_do_not,
+    who_does_not_wait_is_told_that_it_is_busy,
+    released_it_is_free_and_can_be_acquired_again,
+    dropped_it_is_free,
+    a_wait_ends_with_its_deadline_and_leaves_nothing,
+    a_cancelled_acquire_strands_nothing,
+    a_stopped_owner_holds_nothing,
+    nobody_waits_for_a_stopped_owner,
 ]);

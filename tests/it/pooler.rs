@@ -7,7 +7,7 @@ use std::time::Duration;
 use fencepost::claim::{Begun, Claim, Jobs};
 use fencepost::row::RowLock;
 use fencepost::testing::Server;
-use fencepost::{Isolation, transaction};
+use fencepost::{AdvisoryLock, Error, Isolation, Key, Wait, transaction};
 use sqlx::postgres::PgPoolOptions;
 
 use crate::pgbouncer::PgBouncer;
@@ -97,7 +97,7 @@ async fn leases_work_behind_a_transaction_mode_pooler() {
         // Waiting works by asking: nothing is heard there.
         let waiting = {
             let b = owners[1].clone();
-            tokio::spawn(async move { lease("o'brien's").acquire(&b, fencepost::Wait::forever()).await })
+            tokio::spawn(async move { lease("o'brien's").acquire(&b, Wait::forever()).await })
         };
         until_true(&direct, "it is in line", "SELECT EXISTS (SELECT FROM fencepost.waiters)").await;
         assert!(held.release().await.unwrap());
@@ -218,7 +218,7 @@ async fn transactions_and_row_locks_work_behind_a_transaction_mode_pooler() {
                             assert!(lock.lock_many::<(i64, i32), _>(tx, keys).await?.is_complete());
                             assert!(lock.lock::<(i64, i32), _>(tx, 1_i64).await?.found().is_some());
                             sqlx::raw_sql("UPDATE data SET n = n + 1").execute(&mut **tx).await?;
-                            Ok::<_, fencepost::Error>(())
+                            Ok::<_, Error>(())
                         })
                     });
                     done.await.unwrap();
@@ -235,4 +235,65 @@ async fn transactions_and_row_locks_work_behind_a_transaction_mode_pooler() {
     let mut conn = connect(&pgbouncer.options()).await;
     let row = sqlx::Executor::fetch_one(&mut conn, sqlx::raw_sql("SHOW lock_timeout")).await.unwrap();
     assert_eq!(sqlx::Row::get::<String, _>(&row, 0), "0");
+}
+
+// C06: a session-level advisory lock would stay with a session of the pooler's. Found out each time, refused before
+// anything is sent; what is of a transaction works.
+#[tokio::test(flavor = "multi_thread")]
+async fn session_level_advisory_locks_are_refused_behind_a_transaction_mode_pooler() {
+    let server = server().await;
+    let direct = PgPoolOptions::new().connect_lazy_with(server.options());
+    let straight = owner(&direct, "direct", LONG).await;
+    let key = |n| Key::from_i64(n);
+    let mut detected = 0;
+    for pool_size in [1, 2, 5, 20] {
+        let Some(pgbouncer) = PgBouncer::before(&server, "transaction", pool_size, "postgres").await else {
+            return;
+        };
+        let pooled = PgPoolOptions::new().connect_lazy_with(pgbouncer.options());
+        for n in 0..5 {
+            let a = within("an owner", owner(&pooled, &format!("pooled-{n}"), LONG)).await;
+            detected += usize::from(a.is_pooled());
+            for lock in [AdvisoryLock::exclusive(key(1)), AdvisoryLock::shared(key(1))] {
+                for refused in [
+                    lock.try_acquire(&a).await.map(|_| ()).unwrap_err(),
+                    lock.acquire(&a, Wait::forever()).await.map(|_| ()).unwrap_err(),
+                ] {
+                    let text = refused.to_string();
+                    assert!(matches!(refused, Error::TransactionPooler { .. }), "{refused:?}");
+                    assert!(text.contains("AdvisoryLock::begin") && text.contains("Lease"), "{text}");
+                }
+            }
+            let lease = hold(&a, "instead").await;
+            assert!(lease.release().await.unwrap());
+            a.shutdown().await.unwrap();
+        }
+        // Locks of transactions, against a holder beside the pooler.
+        let held = AdvisoryLock::exclusive(key(1)).try_acquire(&straight).await.unwrap().unwrap();
+        let wait = Wait::at_most(Duration::from_millis(5));
+        let busy = AdvisoryLock::shared(key(1)).begin(&pooled, wait).await.err().unwrap();
+        assert!(matches!(busy, Error::Busy { .. }), "{busy:?}");
+        assert!(held.release().await.unwrap());
+        let mut tx = AdvisoryLock::exclusive(key(1)).begin(&pooled, Wait::forever()).await.unwrap();
+        AdvisoryLock::exclusive(key(2)).lock(&mut tx, wait).await.unwrap();
+        assert!(AdvisoryLock::exclusive(key(2)).try_acquire(&straight).await.unwrap().is_none());
+        tx.commit().await.unwrap();
+        for n in [1, 2] {
+            let held = AdvisoryLock::exclusive(key(n)).try_acquire(&straight).await.unwrap();
+            assert!(held.expect("freed with the transaction").release().await.unwrap());
+        }
+        // Neither a lock nor a setting is left in a session that others use next.
+        let left = "SELECT current_setting('lock_timeout') = '0' AND NOT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory')";
+        until_true(
+            &direct,
+            "no lock is left",
+            "SELECT NOT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory')",
+        )
+        .await;
+        let mut conn = connect(&pgbouncer.options()).await;
+        let row = sqlx::Executor::fetch_one(&mut conn, sqlx::raw_sql(left)).await.unwrap();
+        assert!(sqlx::Row::get::<bool, _>(&row, 0));
+        drop(pgbouncer);
+    }
+    assert_eq!(detected, 20, "of 20");
 }

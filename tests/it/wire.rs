@@ -5,7 +5,7 @@ use std::time::Duration;
 use fencepost::claim::{Claim, Jobs};
 use fencepost::row::{Filter, Locked, RowLock};
 use fencepost::testing::TestDatabase;
-use fencepost::{Error, Isolation, LossReason, Owner, transaction};
+use fencepost::{AdvisoryLock, Error, Isolation, Key, LossReason, Owner, transaction};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{Executor as _, PgPool};
 
@@ -357,9 +357,15 @@ async fn a_standby_that_was_reached_by_mistake_is_left_again() {
     );
     let a = owner(&pool, "a", SHORT).await;
     let held = hold(&a, "report").await;
+    let advisory = AdvisoryLock::exclusive(Key::from_i64(1));
+    let locked = advisory.try_acquire(&a).await.unwrap().unwrap();
     proxy.switch(&standby.options());
     crate::support::terminate(&direct, "").await;
     within("the loss", held.lost()).await;
+    within("the loss", locked.lost()).await;
+    // It would grant it, and exclude nobody.
+    let error = advisory.try_acquire(&a).await.unwrap_err();
+    assert!(error.is_retryable() && error.is_timeout(), "{error:?}");
     let error = lease("report").try_acquire(&a).await.unwrap_err();
     assert!(error.is_retryable() || error.is_timeout(), "{error:?}");
     // Who waits goes on waiting.
@@ -380,4 +386,6 @@ async fn a_standby_that_was_reached_by_mistake_is_left_again() {
     })
     .await;
     assert!(again.is_held() && again.token() > held.token());
+    let locked = until("it is locked again", async || advisory.try_acquire(&a).await.ok().flatten()).await;
+    assert!(locked.is_held());
 }

@@ -290,7 +290,7 @@ impl Claim {
         }
     }
 
-    /// `claim_begin` from its lock on, in `0008_claims.sql`. None: it waits for a heartbeat of the owner.
+    /// `claim_begin` from its lock on, in `0009_claims.sql`. None: it waits for a heartbeat of the owner.
     fn take(&self, state: &mut State, number: u8) -> Option<()> {
         state.process_mut(number).doing = Doing::Idle;
         let open = state.processes.iter().any(|process| process.locks());
