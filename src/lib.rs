@@ -25,6 +25,7 @@
 //!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
+//! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`AdvisoryLock`]: the locks that Postgres itself has, without their traps: for a transaction, or
@@ -38,6 +39,7 @@
 //!
 //! Longer reading: [`docs::fencing`], [`docs::failure`], [`docs::pooling`].
 
+pub mod claim;
 mod error;
 pub mod fence;
 pub mod migrate;
@@ -49,6 +51,7 @@ mod advisory;
 mod clock;
 mod driver;
 mod identifier;
+mod json;
 mod key;
 mod lease;
 mod mistake;

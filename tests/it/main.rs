@@ -12,6 +12,9 @@
 mod advisory;
 mod advisory_transaction;
 mod cancel;
+mod claim;
+mod claim_jobs;
+mod claim_once;
 mod connect;
 mod contract;
 #[path = "../faults/dice.rs"]

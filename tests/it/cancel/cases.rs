@@ -13,6 +13,10 @@ use fencepost::{
 use sqlx::{Connection as _, Executor as _, PgConnection, PgPool};
 use tokio::sync::oneshot;
 
+use super::claim_cases::{
+    attempt_fence, attempt_lost, begin_a_claim, claim_next_jobs, complete, enqueue, fail, forget_claims,
+    look_for_poison, once, once_each, release_an_attempt, retry_poison,
+};
 use super::scene::{Case, NAME, Scene};
 use super::{Cut, after_polls, sweep};
 use crate::support::{connect, hold_when_free, lease, owner, until, until_true, within};
@@ -68,6 +72,19 @@ cases! {
     "fence::unprotect": unprotect,
     "migrate::migrate": bring_the_schema,
     "prune::prune": forget,
+    "Claim::once": once,
+    "Claim::once_each": once_each,
+    "Claim::enqueue": enqueue,
+    "Claim::begin": begin_a_claim,
+    "Claim::retry": retry_poison,
+    "Attempt::lost": attempt_lost,
+    "Attempt::fence": attempt_fence,
+    "Attempt::complete": complete,
+    "Attempt::fail": fail,
+    "Attempt::release": release_an_attempt,
+    "Jobs::claim_next": claim_next_jobs,
+    "claim::poisoned": look_for_poison,
+    "claim::prune": forget_claims,
     "TestDatabase::create": create,
     "TestDatabase::create_on": create_on,
     "TestDatabase::terminate": terminate,
