@@ -37,7 +37,7 @@ REVOKE ALL ON fencepost.leases FROM PUBLIC;
 --
 -- p_retry: an earlier call with this grant id may be under way; wait for its transaction and answer as it
 -- did. p_enqueue: leave a ticket instead of going away; ask again with the same grant id to learn what
--- became of it. Neither waits for an open fence. (A first grant of a name waits for another first one that
+-- became of it. p_rank: tickets of a smaller rank are served before. Neither waits for an open fence. (A first grant of a name waits for another first one that
 -- is not committed: call this in a transaction of its own.)
 CREATE FUNCTION fencepost.acquire(
     p_name     text,
@@ -47,7 +47,8 @@ CREATE FUNCTION fencepost.acquire(
     p_metadata jsonb    DEFAULT NULL,
     p_label    text     DEFAULT NULL,
     p_retry    boolean  DEFAULT false,
-    p_enqueue  boolean  DEFAULT false)
+    p_enqueue  boolean  DEFAULT false,
+    p_rank     integer  DEFAULT 0)
 RETURNS TABLE (granted boolean, token bigint, grant_id uuid, label text, remaining interval, cap interval,
                ticket bigint, ahead bigint, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -100,7 +101,8 @@ BEGIN
                 grant_id := p_grant_id;
                 cap := v_lease.expires_at - clock_timestamp();
             ELSIF ticket IS NOT NULL THEN
-                SELECT count(*) INTO ahead FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket < acquire.ticket;
+                SELECT count(*) INTO ahead FROM fencepost.waiters w
+         WHERE w.name = p_name AND (w.rank, w.ticket) < (p_rank, acquire.ticket);
             END IF;
             RETURN NEXT;
             RETURN;
@@ -180,13 +182,14 @@ BEGIN
     -- 5. Queue. Also to be granted next, if others wait: it goes to the head.
     IF p_enqueue AND ticket IS NULL
        AND (v_held OR NOT v_found OR EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name)) THEN
-        INSERT INTO fencepost.waiters AS w (name, owner, grant_id, at_most, metadata)
-        VALUES (p_name, p_owner, p_grant_id, p_at_most, p_metadata)
+        INSERT INTO fencepost.waiters AS w (name, rank, owner, grant_id, at_most, metadata)
+        VALUES (p_name, coalesce(p_rank, 0), p_owner, p_grant_id, p_at_most, p_metadata)
         ON CONFLICT ON CONSTRAINT waiters_grant_id_key DO NOTHING
         RETURNING w.ticket INTO ticket;
     END IF;
     IF ticket IS NOT NULL THEN
-        SELECT count(*) INTO ahead FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket < acquire.ticket;
+        SELECT count(*) INTO ahead FROM fencepost.waiters w
+         WHERE w.name = p_name AND (w.rank, w.ticket) < (p_rank, acquire.ticket);
     END IF;
     IF v_held OR NOT v_found THEN
         token := nullif(v_lease.token, 0);
@@ -238,7 +241,7 @@ BEGIN
     ahead := NULL;
     RETURN NEXT;
 END $$;
-REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text, boolean, boolean) FROM PUBLIC;
+REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text, boolean, boolean, integer) FROM PUBLIC;
 
 -- release(name, token, grant_id): released: this grant still held the lease, by a living owner; asked again, the
 -- same answer.

@@ -1,4 +1,5 @@
--- Waiters: who queues for a lease, first come first served.
+-- Waiters: who queues for a lease, first come first served, within a rank: elections prefer candidates by it,
+-- everybody else has rank 0.
 --
 -- A ticket is alive while its owner is; nobody renews it. Whoever frees a lease, or finds it free, grants it
 -- to the oldest living ticket in the same statement. Nothing is notified here: NOTIFY in a transaction that
@@ -12,16 +13,17 @@
 CREATE UNLOGGED TABLE fencepost.waiters (
     ticket   bigint   GENERATED ALWAYS AS IDENTITY,
     name     text     NOT NULL,
+    rank     integer  NOT NULL DEFAULT 0,
     owner    uuid     NOT NULL,
     grant_id uuid     NOT NULL UNIQUE,
     at_most  interval,
     metadata jsonb,
-    PRIMARY KEY (name, ticket)
+    PRIMARY KEY (name, rank, ticket)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0);
 REVOKE ALL ON fencepost.waiters FROM PUBLIC;
 
 -- hand_to_head(name): internal. The lease's row is locked FOR UPDATE and it is free: grants it to the oldest
--- living ticket. No row: nobody waits. A row of nulls: not decided, ask again soon, since the head's owner has
+-- living ticket of the smallest rank. No row: nobody waits. A row of nulls: not decided, ask again soon, since the head's owner has
 -- expired and its row is locked: by a heartbeat that was in time, or by somebody who marks it dead. (Waiting for
 -- it here, with another owner's row locked already, could deadlock.) Tickets of the dead are thrown away on the
 -- way, and then their owner is marked, so that it cannot come back without its place. A ticket that is being
@@ -41,7 +43,7 @@ DECLARE
 BEGIN
     LOOP
         SELECT w.* INTO v_head FROM fencepost.waiters w WHERE w.name = p_name
-         ORDER BY w.ticket LIMIT 1 FOR UPDATE SKIP LOCKED;
+         ORDER BY w.rank, w.ticket LIMIT 1 FOR UPDATE SKIP LOCKED;
         IF NOT FOUND THEN
             RETURN;
         END IF;
@@ -56,7 +58,8 @@ BEGIN
                 UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_head.owner;
             END IF;
         END IF;
-        DELETE FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket = v_head.ticket;
+        DELETE FROM fencepost.waiters w
+         WHERE w.name = p_name AND w.rank = v_head.rank AND w.ticket = v_head.ticket;
         EXIT WHEN v_life > clock_timestamp();
     END LOOP;
     IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN

@@ -68,6 +68,8 @@ pub struct Lease {
     at_most: Option<Duration>,
     metadata: Option<String>,
     grace: Option<Duration>,
+    /// Of its ticket: smaller ranks are served before.
+    rank: i32,
 }
 
 /// What an attempt came to.
@@ -118,7 +120,17 @@ impl Lease {
     /// # Errors
     /// [`Error::Misuse`] for a name that [`LockName::new`] refuses.
     pub fn named(name: &str) -> Result<Self> {
-        Ok(Self { name: LockName::new(name)?, at_most: None, metadata: None, grace: None })
+        Ok(Self::of(LockName::new(name)?))
+    }
+
+    /// The lease of this name, one of our own too.
+    pub(crate) fn of(name: LockName) -> Self {
+        Self { name, at_most: None, metadata: None, grace: None, rank: 0 }
+    }
+
+    /// Whoever waits with a smaller rank is served before; for all others it is zero.
+    pub(crate) fn rank(self, rank: i32) -> Self {
+        Self { rank, ..self }
     }
 
     /// Caps the hold: it ends after this long even if its owner goes on beating. From 1 ms to

@@ -23,6 +23,7 @@
 //! - [`Owner`]: the process, alive by one heartbeat whatever it holds.
 //! - [`Lease`] and [`HeldLease`]: the lock. [`Lease::try_acquire`] or, waiting in line, [`Lease::acquire`];
 //!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
+//! - [`Election`]: one leader among many candidates, and who it is.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
@@ -45,6 +46,7 @@ pub mod testing;
 
 mod clock;
 mod driver;
+mod election;
 mod identifier;
 mod lease;
 mod mistake;
@@ -58,6 +60,7 @@ mod sql;
 mod token;
 mod wait;
 
+pub use election::{Election, Leader, Leaders, Leadership};
 pub use error::{Error, LossReason, Result};
 pub use lease::{Attempt, HeldLease, Holder, Lease};
 pub use migrate::migrate;

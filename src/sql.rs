@@ -33,7 +33,7 @@ pub(crate) const ACQUIRE: &str = "SELECT granted, token, label, \
      (date_part('epoch', remaining) * 1000000)::bigint AS remaining, \
      (date_part('epoch', cap) * 1000000)::bigint AS cap, ticket, ahead, wake_channel, wake_payload \
      FROM fencepost.acquire($1::text, $2::uuid, $3::uuid, $4::bigint * interval '1 microsecond', \
-     $5::text::jsonb, NULL, $6::boolean, $7::boolean)";
+     $5::text::jsonb, NULL, $6::boolean, $7::boolean, $8::bigint::integer)";
 
 pub(crate) const RELEASE: &str = "SELECT released, waiting, wake_channel, wake_payload \
      FROM fencepost.release($1::text, $2::bigint, $3::uuid)";
@@ -47,6 +47,11 @@ pub(crate) const HAND_OVER: &str =
 /// A statement of its own, after the commit that it tells of: inside a transaction that waits for the disk it
 /// would serialise all such commits of the database.
 pub(crate) const NOTIFY: &str = "SELECT pg_catalog.pg_notify($1::text, $2::text)";
+
+pub(crate) const LEADER: &str = "SELECT term, label, asked FROM fencepost.leader($1::text)";
+
+pub(crate) const ASK_TO_RESIGN: &str =
+    "SELECT fencepost.ask_to_resign($1::text, $2::bigint * interval '1 microsecond') AS asked";
 
 pub(crate) const PRUNE: &str =
     "SELECT owners, leases FROM fencepost.prune($1::bigint * interval '1 microsecond')";

@@ -106,6 +106,33 @@ fn waiting_in_line_serves_in_the_order_of_arrival() {
     prints("waiting_in_line", WAITING_IN_LINE);
 }
 
+const LEADER: &str = "   1  A         is elected: term 1
+   2  parent    sees that A in term 1 leads
+   3  B         campaigns; in line: B
+   4  C         campaigns; in line: B C
+   5  (system)  kills A (SIGKILL)
+   6  B         is elected: term 2
+   7  parent    sees that B in term 2 leads
+   8  (system)  pauses B (SIGSTOP)
+   9  C         is elected: term 3
+  10  parent    sees that C in term 3 leads
+  11  (system)  wakes B (SIGCONT), which goes on where it was
+  12  B         looks at its own clock: its time ran out
+  13  B         asks the database all the same: stale fence: \"fencepost:election:scheduler\" refused token 2; it has seen token 3
+  14  B         campaigns; in line: B
+  15  parent    asks the leader to resign
+  16  C         hears of it, in term 3, and resigns
+  17  B         is elected: term 4
+  18  parent    sees that B in term 4 leads
+
+led:  A 1, B 2, C 3, B 4
+";
+
+#[test]
+fn leader_is_never_more_than_one() {
+    prints("leader", LEADER);
+}
+
 const STORAGE: &str = r#"A lock elsewhere gives the tokens; the storage remembers the largest one it has seen.
   token 33  accepted
   token 34  accepted

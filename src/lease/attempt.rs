@@ -88,6 +88,7 @@ pub(super) async fn ask(
             Arg::OptionalText(lease.metadata.clone()),
             Arg::Bool(retry),
             Arg::Bool(place == Line::Join),
+            Arg::Number(lease.rank.into()),
         ];
         Call::new(sql::ACQUIRE, args)
     };

@@ -133,7 +133,7 @@ pub(crate) const NEWEST_FIRST: Canary = Canary {
     cell: &cell::EVERYTHING_WAITING,
     change: Change::Function(
         "fencepost.hand_to_head",
-        &[("ORDER BY w.ticket LIMIT 1", "ORDER BY w.ticket DESC LIMIT 1")],
+        &[("ORDER BY w.rank, w.ticket LIMIT 1", "ORDER BY w.rank, w.ticket DESC LIMIT 1")],
     ),
 };
 

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use fencepost::{Error, HeldLease, Lease, Owner, Result, Wait};
+use fencepost::{Election, Error, HeldLease, Leadership, Lease, Owner, Result, Wait};
 use sqlx::PgPool;
 
 use crate::cancel::after_polls;
@@ -57,8 +57,43 @@ impl Exclusive for Lease {
     }
 }
 
+impl Exclusive for Election {
+    type Held = Leadership;
+
+    fn named(name: &str) -> Self {
+        Self::named(name).unwrap()
+    }
+
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<Leadership>> {
+        match self.campaign(owner, Wait::no()).await {
+            Err(Error::Busy { .. }) => Ok(None),
+            answered => answered.map(Some),
+        }
+    }
+
+    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<Leadership> {
+        self.campaign(owner, wait).await
+    }
+
+    async fn release(held: Leadership) -> Result<bool> {
+        held.resign().await
+    }
+
+    fn is_held(held: &Leadership) -> bool {
+        held.is_held()
+    }
+
+    async fn lost(held: &Leadership) -> fencepost::LossReason {
+        held.lost().await
+    }
+
+    async fn waiting(pool: &PgPool) -> i64 {
+        Lease::waiting(pool).await
+    }
+}
+
 /// The capability's modules under `src/` that promise exclusion, each with its line here.
-const CAPABILITIES: &[&str] = &["lease"];
+const CAPABILITIES: &[&str] = &["election", "lease"];
 
 #[test]
 fn every_capability_is_in_the_contract() {
@@ -66,9 +101,12 @@ fn every_capability_is_in_the_contract() {
     let mut found: Vec<String> = std::fs::read_dir(sources)
         .unwrap()
         .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_file())
         .filter(|path| {
-            path.is_file()
-                && std::fs::read_to_string(path).unwrap().contains("pub async fn try_acquire(&self")
+            let source = std::fs::read_to_string(path).unwrap();
+            ["try_acquire", "campaign"]
+                .iter()
+                .any(|way| source.contains(&format!("pub async fn {way}(&self")))
         })
         .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
         .collect();
@@ -173,7 +211,7 @@ async fn a_stopped_owner_holds_nothing<L: Exclusive>() {
 }
 
 macro_rules! contract {
-    ($($capability:ident: $lock:ty),*; $promises:tt) => {
+    ($($capability:ident: $lock:ty),* $(,)?; $promises:tt) => {
         $(contract!(@one $capability, $lock, $promises);)*
     };
     (@one $capability:ident, $lock:ty, [$($promise:ident),* $(,)?]) => {
@@ -186,7 +224,7 @@ macro_rules! contract {
     };
 }
 
-contract!(lease: fencepost::Lease; [
+contract!(election: fencepost::Election, lease: fencepost::Lease; [
     one_holds_and_the_others_do_not,
     released_it_is_free_and_can_be_acquired_again,
     dropped_it_is_free,

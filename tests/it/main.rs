@@ -15,6 +15,7 @@ mod contract;
 #[path = "../faults/dice.rs"]
 mod dice;
 mod durability;
+mod election;
 mod fence;
 mod inputs;
 mod interleave;
