@@ -116,7 +116,8 @@ BEGIN
     -- at. Who retries or comes to queue waits a moment for others who are at the row, but not for fences.
     FOR v_round IN 1..3 LOOP
         IF NOT v_found THEN
-            IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 255 OR p_name ~ '[\x01-\x1f\x7f]' THEN
+            IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 255 OR p_name ~ '[\x01-\x1f\x7f]'
+               OR starts_with(p_name, 'fencepost:semaphore:') THEN
                 RAISE EXCEPTION 'a lease name is 1 to 255 bytes without control characters' USING ERRCODE = 'LK005';
             END IF;
             INSERT INTO fencepost.leases (name, token, grant_id, label, granted_at, expires_at, released_at)
@@ -248,7 +249,8 @@ REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text
 -- Only this grant: a lease that somebody else holds by now is left alone. Grants it to the oldest living
 -- ticket in the same statement, and says whom to wake. Never waits for an open fence (NO KEY UPDATE passes
 -- its KEY SHARE): then it is free and cannot be granted yet, and waiting says that somebody wants it: see
--- hand_over. So it says if the head's life is not decided this moment.
+-- hand_over. So it says if the head's life is not decided this moment. (Of a semaphore: a row more for each that was
+-- granted permits.)
 CREATE FUNCTION fencepost.release(p_name text, p_token bigint, p_grant_id uuid)
 RETURNS TABLE (released boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -269,6 +271,10 @@ BEGIN
      WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NULL
     RETURNING l.expires_at IS NULL OR l.released_at < l.expires_at INTO released;
     IF NOT FOUND THEN
+        IF starts_with(p_name, 'fencepost:semaphore:') THEN
+            RETURN QUERY SELECT * FROM fencepost.permit_release(substr(p_name, 21), p_token, p_grant_id);
+            RETURN;
+        END IF;
         -- Somebody else's by now; or released before, and then the same answer as then.
         SELECT l.expires_at IS NULL OR l.released_at < l.expires_at INTO released FROM fencepost.leases l
          WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NOT NULL;
@@ -299,6 +305,9 @@ BEGIN
     RETURN QUERY
         SELECT l.name, l.token, l.grant_id FROM fencepost.leases l
          WHERE l.owner = p_owner AND l.released_at IS NULL
+        UNION ALL
+        SELECT DISTINCT 'fencepost:semaphore:' || p.semaphore, p.token, p.grant_id FROM fencepost.permits p
+         WHERE p.owner = p_owner AND p.released_at IS NULL
         UNION ALL
         SELECT w.name, NULL, w.grant_id FROM fencepost.waiters w WHERE w.owner = p_owner;
 END $$;

@@ -17,6 +17,7 @@ CREATE UNLOGGED TABLE fencepost.waiters (
     owner    uuid     NOT NULL,
     grant_id uuid     NOT NULL UNIQUE,
     at_most  interval,
+    permits  integer,   -- of a semaphore: how many
     metadata jsonb,
     PRIMARY KEY (name, rank, ticket)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0);
@@ -88,6 +89,7 @@ REVOKE ALL ON FUNCTION fencepost.wake_channel(uuid) FROM PUBLIC;
 
 -- hand_over(name): for a lease that was released while a fenced write was open, so that nobody could be
 -- granted it: grants it to the head now, if the write has ended. waiting: somebody still waits, ask again.
+-- (Of a semaphore: a row for each that was granted permits.)
 CREATE FUNCTION fencepost.hand_over(p_name text)
 RETURNS TABLE (waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -96,6 +98,10 @@ DECLARE
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.hand_over needs READ COMMITTED' USING ERRCODE = 'LK004';
+    END IF;
+    IF starts_with(p_name, 'fencepost:semaphore:') THEN
+        RETURN QUERY SELECT * FROM fencepost.permit_hand_over(substr(p_name, 21));
+        RETURN;
     END IF;
     waiting := EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name);
     IF waiting THEN
@@ -128,6 +134,22 @@ BEGIN
     DELETE FROM fencepost.waiters w WHERE w.grant_id = p_grant_id;
     withdrawn := FOUND;
     waiting := false;
+    IF starts_with(p_name, 'fencepost:semaphore:') THEN
+        IF NOT withdrawn THEN
+            SELECT p.token INTO v_token FROM fencepost.permits p
+             WHERE p.semaphore = substr(p_name, 21) AND p.grant_id = p_grant_id AND p.released_at IS NULL LIMIT 1;
+        END IF;
+        -- Its ticket may have been all that the others waited for.
+        IF v_token IS NOT NULL THEN
+            RETURN QUERY SELECT withdrawn, r.waiting, r.wake_channel, r.wake_payload
+                           FROM fencepost.permit_release(substr(p_name, 21), v_token, p_grant_id) r;
+        ELSE
+            RETURN NEXT;
+            RETURN QUERY SELECT withdrawn, h.waiting, h.wake_channel, h.wake_payload
+                           FROM fencepost.permit_hand_over(substr(p_name, 21)) h;
+        END IF;
+        RETURN;
+    END IF;
     IF NOT withdrawn THEN
         SELECT l.token INTO v_token FROM fencepost.leases l
          WHERE l.name = p_name AND l.grant_id = p_grant_id AND l.released_at IS NULL;

@@ -86,18 +86,7 @@ const LOOK: Duration = Duration::from_secs(1);
 /// ```
 #[derive(Clone, Debug)]
 pub struct Election {
-    name: Name,
     lease: Lease,
-}
-
-/// As it was given; its lease has a longer one.
-#[derive(Clone, PartialEq, Eq)]
-struct Name(String);
-
-impl fmt::Debug for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
 }
 
 impl Election {
@@ -106,28 +95,27 @@ impl Election {
     /// # Errors
     /// [`Error::Misuse`] for a name that is empty, longer than 236 bytes or has a control character.
     pub fn named(name: &str) -> Result<Self> {
-        let lease = Lease::of(LockName::of_kind("election", name)?);
-        Ok(Self { name: Name(name.to_owned()), lease })
+        Ok(Self { lease: Lease::of(LockName::of_kind("election", name)?) })
     }
 
     /// Prefers this candidate over those with a lower priority, when there is a new leader to elect; unless told
     /// otherwise it is 0. Whoever leads goes on leading.
     #[must_use]
     pub fn priority(self, priority: i16) -> Self {
-        Self { lease: self.lease.rank(-i32::from(priority)), ..self }
+        Self { lease: self.lease.rank(-i32::from(priority)) }
     }
 
     /// How long [`run`](Self::run) lets the work of a term go on after a loss was signalled. Default: a tenth of the
     /// owner's ttl, about when the database may let another one lead.
     #[must_use]
     pub fn grace(self, grace: Duration) -> Self {
-        Self { lease: self.lease.grace(grace), ..self }
+        Self { lease: self.lease.grace(grace) }
     }
 
     /// Its name, as it was given.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.name.0
+        self.lease.name().plain()
     }
 
     /// The name of its lease, for [`fence::check`](crate::fence::check) and [`fence::protect`](crate::fence::protect).
@@ -148,8 +136,7 @@ impl Election {
     /// # Database
     /// As for [`Lease::acquire`]; it holds no connection.
     pub async fn campaign(&self, owner: &Owner, wait: Wait) -> Result<Leadership> {
-        let lease = self.lease.acquire(owner, wait).await?;
-        Ok(Leadership { name: self.name.clone(), lease })
+        Ok(Leadership { lease: self.lease.acquire(owner, wait).await? })
     }
 
     /// Works whenever it leads: campaigns, does the work of a term, resigns when that has ended, and campaigns again;
@@ -192,7 +179,7 @@ impl Election {
     /// Looks on: who leads, and who does after that. It takes no part in the election and needs no owner.
     #[must_use]
     pub fn observe(&self, pool: &PgPool) -> Leaders {
-        Leaders { name: self.name.clone(), pool: pool.clone(), last: None }
+        Leaders { name: self.lock_name().clone(), pool: pool.clone(), last: None }
     }
 
     /// Asks the leader to resign, if there is one that has led for at least `led_for`. True: it is asked, now or before.
@@ -214,7 +201,7 @@ impl Election {
             return Err(Error::misuse(format!("a leader has led for 0 to 366 days, not {led_for:?}")));
         }
         let fail = |source| Error::database("asking a leader to resign", source);
-        let args = [Arg::Text(self.name.0.clone()), Arg::Number(micros(led_for))];
+        let args = [Arg::Text(self.name().to_owned()), Arg::Number(micros(led_for))];
         let mut conn = pool.acquire().await.map_err(fail)?;
         let rows = Call::new(sql::ASK_TO_RESIGN, args).written_out_on(&mut conn).await.map_err(fail)?;
         rows.first().ok_or(sqlx::Error::RowNotFound).and_then(|row| row.try_get("asked")).map_err(fail)
@@ -231,7 +218,6 @@ impl Election {
 /// [`resign`](Self::resign) to know.
 #[must_use = "dropping it resigns"]
 pub struct Leadership {
-    name: Name,
     lease: HeldLease,
 }
 
@@ -253,7 +239,7 @@ impl Leadership {
     pub async fn asked_to_resign(&self) {
         loop {
             let shared = self.lease.owner().shared();
-            let call = Call::new(sql::LEADER, [Arg::Text(self.name.0.clone())]);
+            let call = Call::new(sql::LEADER, [Arg::Text(self.name().plain().to_owned())]);
             let answer = {
                 let shared = Arc::clone(shared);
                 let ask = async move {
@@ -305,7 +291,7 @@ impl Deref for Leadership {
 impl fmt::Debug for Leadership {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Leadership")
-            .field("election", &self.name)
+            .field("election", &self.name().plain())
             .field("term", &self.term())
             .field("remaining", &self.lease.remaining())
             .finish_non_exhaustive()
@@ -352,7 +338,7 @@ impl fmt::Display for Leader {
 /// ```
 #[derive(Debug)]
 pub struct Leaders {
-    name: Name,
+    name: LockName,
     pool: PgPool,
     /// What was told last, if anything was.
     last: Option<Option<Leader>>,
@@ -381,7 +367,7 @@ impl Leaders {
         let fail = |source| Error::database("looking for the leader", source);
         let read = |row: &PgRow| Ok(Leader { label: row.try_get("label")?, term: row.try_get("term")? });
         let mut conn = self.pool.acquire().await.map_err(fail)?;
-        let call = Call::new(sql::LEADER, [Arg::Text(self.name.0.clone())]);
+        let call = Call::new(sql::LEADER, [Arg::Text(self.name.plain().to_owned())]);
         let rows = call.written_out_on(&mut conn).await.map_err(fail)?;
         rows.first().map(read).transpose().map_err(fail)
     }

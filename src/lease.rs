@@ -70,6 +70,14 @@ pub struct Lease {
     grace: Option<Duration>,
     /// Of its ticket: smaller ranks are served before.
     rank: i32,
+    kind: Kind,
+}
+
+/// What is asked for under the name. Waiting, holding, fencing and releasing are the same for both.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Lease,
+    Permits { limit: u32, count: u32 },
 }
 
 /// What an attempt came to.
@@ -125,7 +133,12 @@ impl Lease {
 
     /// The lease of this name, one of our own too.
     pub(crate) fn of(name: LockName) -> Self {
-        Self { name, at_most: None, metadata: None, grace: None, rank: 0 }
+        Self { name, at_most: None, metadata: None, grace: None, rank: 0, kind: Kind::Lease }
+    }
+
+    /// So many of the permits of a semaphore of this name, which is held as a lease is.
+    pub(crate) fn of_permits(name: LockName, limit: u32, count: u32) -> Self {
+        Self { kind: Kind::Permits { limit, count }, ..Self::of(name) }
     }
 
     /// Whoever waits with a smaller rank is served before; for all others it is zero.

@@ -24,6 +24,7 @@
 //! - [`Lease`] and [`HeldLease`]: the lock. [`Lease::try_acquire`] or, waiting in line, [`Lease::acquire`];
 //!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
 //! - [`Election`]: one leader among many candidates, and who it is.
+//! - [`Semaphore`]: at most so many at once.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
@@ -56,6 +57,7 @@ mod pooler;
 mod prune;
 mod retry;
 mod savepoint;
+mod semaphore;
 mod sql;
 mod token;
 mod wait;
@@ -68,6 +70,7 @@ pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
 pub use prune::{Pruned, prune};
 pub use retry::{Isolation, Work, transaction};
+pub use semaphore::{Permit, Semaphore};
 pub use token::{FencingToken, Grant, GrantId};
 pub use wait::Wait;
 

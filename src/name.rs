@@ -41,6 +41,12 @@ impl LockName {
         Ok(Self(name.into()))
     }
 
+    /// As it was given, without what makes it a name of its own kind.
+    pub(crate) fn plain(&self) -> &str {
+        let of_kind = self.0.strip_prefix(Self::RESERVED).and_then(|rest| rest.split_once(':'));
+        of_kind.map_or(&self.0, |(_kind, name)| name)
+    }
+
     /// `fencepost:kind:name`, which is no name that anybody chooses for something else.
     pub(crate) fn of_kind(kind: &str, name: &str) -> Result<Self, Error> {
         check(name, "a name")?;

@@ -19,7 +19,7 @@ const LAYERS: &[&[&str]] = &[
     // What Postgres holds.
     &["row"],
     // What a table holds.
-    &["fence", "lease", "prune"],
+    &["fence", "lease", "prune", "semaphore"],
     // Compositions.
     &["election"],
     // For people.

@@ -282,8 +282,9 @@ async fn release(shared: Arc<Shared>, held: Arc<Held>) -> Result<bool> {
     // From here on, if the database still lists it, reconcile releases it.
     shared.grants.forget(grant.id);
     let answer = answer.and_then(|rows| {
-        let row = rows.first().ok_or(sqlx::Error::RowNotFound);
-        row.inspect(|row| shared.freed(name, row))
+        shared.freed(name, &rows);
+        rows.first()
+            .ok_or(sqlx::Error::RowNotFound)
             .and_then(|row| row.try_get("released"))
             .map_err(|source| Error::database(STEP, source))
     });

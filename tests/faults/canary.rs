@@ -49,7 +49,7 @@ pub(crate) const NO_FENCE: Canary = Canary {
         "fencepost.fence",
         &[
             (" WHERE l.name = p_name FOR KEY SHARE;", " WHERE l.name = p_name;"),
-            ("IF NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR", "IF NOT FOUND OR"),
+            ("NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR", "NOT FOUND OR"),
         ],
     ),
 };

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use fencepost::{Election, Error, HeldLease, Leadership, Lease, Owner, Result, Wait};
+use fencepost::{Election, Error, HeldLease, Leadership, Lease, Owner, Permit, Result, Semaphore, Wait};
 use sqlx::PgPool;
 
 use crate::cancel::after_polls;
@@ -92,8 +92,41 @@ impl Exclusive for Election {
     }
 }
 
+/// With one permit it is a lock.
+impl Exclusive for Semaphore {
+    type Held = Permit;
+
+    fn named(name: &str) -> Self {
+        Self::named(name, 1).unwrap()
+    }
+
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<Permit>> {
+        Self::try_acquire(self, owner).await
+    }
+
+    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<Permit> {
+        Self::acquire(self, owner, wait).await
+    }
+
+    async fn release(held: Permit) -> Result<bool> {
+        held.release().await
+    }
+
+    fn is_held(held: &Permit) -> bool {
+        held.is_held()
+    }
+
+    async fn lost(held: &Permit) -> fencepost::LossReason {
+        held.lost().await
+    }
+
+    async fn waiting(pool: &PgPool) -> i64 {
+        Lease::waiting(pool).await
+    }
+}
+
 /// The capability's modules under `src/` that promise exclusion, each with its line here.
-const CAPABILITIES: &[&str] = &["election", "lease"];
+const CAPABILITIES: &[&str] = &["election", "lease", "semaphore"];
 
 #[test]
 fn every_capability_is_in_the_contract() {
@@ -224,7 +257,7 @@ macro_rules! contract {
     };
 }
 
-contract!(election: fencepost::Election, lease: fencepost::Lease; [
+contract!(election: fencepost::Election, lease: fencepost::Lease, semaphore: fencepost::Semaphore; [
     one_holds_and_the_others_do_not,
     released_it_is_free_and_can_be_acquired_again,
     dropped_it_is_free,

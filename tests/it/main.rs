@@ -37,6 +37,7 @@ mod proxy;
 mod prune;
 mod retry;
 mod row;
+mod semaphore;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;

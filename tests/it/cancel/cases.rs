@@ -6,8 +6,8 @@ use std::time::Duration;
 use fencepost::row::{Filter, Order};
 use fencepost::testing::TestDatabase;
 use fencepost::{
-    Election, Error, HeldLease, Isolation, Leadership, Lease, LossReason, Owner, Wait, fence, migrate, prune,
-    transaction,
+    Election, Error, HeldLease, Isolation, Leadership, Lease, LossReason, Owner, Permit, Semaphore, Wait,
+    fence, migrate, prune, transaction,
 };
 use sqlx::{Connection as _, Executor as _, PgConnection, PgPool};
 use tokio::sync::oneshot;
@@ -48,6 +48,10 @@ cases! {
     "Leadership::asked_to_resign": asked_to_resign,
     "Leadership::resign": resign,
     "Leaders::changed": observe,
+    "Semaphore::try_acquire": try_a_permit,
+    "Semaphore::acquire": acquire_permits_in_line,
+    "Semaphore::resize": resize,
+    "Permit::release": release_a_permit,
     "Owner::start": start,
     "OwnerBuilder::start": start_as_built,
     "Owner::lost": owner_lost,
@@ -298,6 +302,69 @@ async fn observe(scene: &Scene, cut: Cut) -> bool {
     }
     assert!(leader.resign().await.unwrap());
     told.is_some()
+}
+
+// As with a lease.
+
+fn semaphore(permits: u32) -> Semaphore {
+    Semaphore::named(NAME, permits).unwrap()
+}
+
+/// What the one before gave back may take a moment.
+async fn permit(owner: &Owner, count: u32) -> Permit {
+    let some = semaphore(3).taking(count).unwrap();
+    until("permits are free", async || some.try_acquire(owner).await.unwrap()).await
+}
+
+async fn try_a_permit(scene: &Scene, cut: Cut) -> bool {
+    let two = semaphore(3).taking(2).unwrap();
+    let acquired = cut.cut(two.try_acquire(&scene.a)).await.map(Result::unwrap);
+    let completed = acquired.inspect(|permit| assert!(permit.as_ref().unwrap().is_held())).is_some();
+    // Nothing is stranded for the others.
+    assert!(permit(&scene.b, 3).await.release().await.unwrap());
+    completed
+}
+
+async fn acquire_permits_in_line(scene: &Scene, cut: Cut) -> bool {
+    let held = permit(&scene.b, 2).await;
+    let (over, is_over) = oneshot::channel();
+    let acquire = async {
+        let two = semaphore(3).taking(2).unwrap();
+        let acquired = cut.cut(two.acquire(&scene.a, Wait::forever())).await;
+        _ = over.send(());
+        acquired.map(Result::unwrap).is_some()
+    };
+    let release = async {
+        tokio::select! {
+            _ = is_over => {}
+            () = until("it is in line", async || {
+                (scene.count("SELECT count(*) FROM fencepost.waiters").await > 0).then_some(())
+            }) => {}
+        }
+        assert!(held.release().await.unwrap());
+    };
+    let completed = tokio::join!(acquire, release).0;
+    assert!(permit(&scene.b, 3).await.release().await.unwrap());
+    completed
+}
+
+async fn release_a_permit(scene: &Scene, cut: Cut) -> bool {
+    let held = permit(&scene.a, 3).await;
+    let released = cut.cut(held.release()).await.inspect(|released| assert!(*released.as_ref().unwrap()));
+    assert!(permit(&scene.b, 3).await.release().await.unwrap());
+    released.is_some()
+}
+
+// Once polled it happens; repeating it is harmless.
+async fn resize(scene: &Scene, cut: Cut) -> bool {
+    semaphore(3).resize(&scene.a).await.unwrap();
+    let completed = cut.cut(semaphore(5).resize(&scene.a)).await.map(Result::unwrap).is_some();
+    until("it has happened", async || {
+        (scene.count("SELECT permits::bigint FROM fencepost.semaphores").await == 5).then_some(())
+    })
+    .await;
+    semaphore(3).resize(&scene.a).await.unwrap();
+    completed
 }
 
 // Dropping the future stops what has been started: the scene allows no other owner and no session of one.
