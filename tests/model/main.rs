@@ -11,6 +11,8 @@
 //! |---|---|
 //! | `lease` | owners, grants, fences; retries and reconcile; failover |
 //! | `line` | waiters: tickets, hand-over, wake-ups, giving up |
+//! | `term` | elections: stepping down, resigning, being asked to, preference |
+//! | `permit` | semaphores: rows that die with their owner, a limit that changes |
 //!
 //! `FENCEPOST_MODEL_CLIENTS=3 cargo test --release --test model` explores with three clients instead of two.
 //! `cargo test --test model -- --nocapture` shows the figures and all counterexamples.
@@ -37,6 +39,8 @@ macro_rules! mutants {
 mod explore;
 mod lease;
 mod line;
+mod permit;
+mod term;
 
 use crate::explore::{Model, Trace, explore};
 
