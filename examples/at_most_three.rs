@@ -55,6 +55,7 @@ async fn work(name: &str) -> Result {
 
 // ---- The storyteller: starts the workers, and interferes. -------------------------------------------
 
+#[expect(clippy::many_single_char_names, reason = "the workers are called so")]
 async fn tell() -> Result {
     let database = TestDatabase::create().await?;
     let pool = database.pool();

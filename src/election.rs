@@ -169,7 +169,7 @@ impl Election {
                 Ok(ControlFlow::Break(value)) => return Ok(value),
                 Ok(ControlFlow::Continue(())) => {}
                 Err(error) => {
-                    tracing::info!(name = self.name(), term = %leadership.term(), %error, "fencepost: not leading any more")
+                    tracing::info!(name = self.name(), term = %leadership.term(), %error, "fencepost: not leading any more");
                 }
             }
             tokio::time::sleep(jittered(owner.shared().margin)).await;
@@ -179,7 +179,7 @@ impl Election {
     /// Looks on: who leads, and who does after that. It takes no part in the election and needs no owner.
     #[must_use]
     pub fn observe(&self, pool: &PgPool) -> Leaders {
-        Leaders { name: self.lock_name().clone(), pool: pool.clone(), last: None }
+        Leaders { name: self.lock_name().clone(), pool: pool.clone(), last: None, told: false }
     }
 
     /// Asks the leader to resign, if there is one that has led for at least `led_for`. True: it is asked, now or before.
@@ -340,8 +340,9 @@ impl fmt::Display for Leader {
 pub struct Leaders {
     name: LockName,
     pool: PgPool,
-    /// What was told last, if anything was.
-    last: Option<Option<Leader>>,
+    /// Who was told last; before anybody was, the first answer is told whatever it is.
+    last: Option<Leader>,
+    told: bool,
 }
 
 impl Leaders {
@@ -355,8 +356,9 @@ impl Leaders {
     pub async fn changed(&mut self) -> Result<Option<Leader>> {
         loop {
             let leader = self.look().await?;
-            if self.last.as_ref() != Some(&leader) {
-                self.last = Some(leader.clone());
+            if !self.told || self.last != leader {
+                self.told = true;
+                self.last.clone_from(&leader);
                 return Ok(leader);
             }
             tokio::time::sleep(jittered(LOOK)).await;

@@ -263,7 +263,9 @@ async fn a_panic_of_the_work_resigns() {
     let (_database, pool) = database().await;
     let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
     let running = tokio::spawn(async move {
-        election().run(&a, |_| async { panic!("the work has failed") as ControlFlow<()> }).await
+        let fails =
+            async |leads: bool| if leads { panic!("the work has failed") } else { ControlFlow::Break(()) };
+        election().run(&a, |leadership| fails(leadership.is_held())).await
     });
     assert!(within("the panic", running).await.unwrap_err().is_panic());
     assert!(lead(&b).await.is_held());
@@ -274,23 +276,23 @@ async fn run_ends_with_its_owner() {
     let (_database, pool) = database().await;
     let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
     let ended = Arc::new(AtomicBool::new(false));
-    let (begin, mut begun) = mpsc::unbounded_channel();
+    let (tell, mut told) = mpsc::unbounded_channel();
     let running = tokio::spawn({
         let (a, ended) = (a.clone(), Arc::clone(&ended));
         async move {
             election()
                 .run(&a, |_| {
-                    let (begin, ended) = (begin.clone(), Ended(Arc::clone(&ended)));
+                    let (tell, ended) = (tell.clone(), Ended(Arc::clone(&ended)));
                     async move {
                         let _ended = ended;
-                        begin.send(()).unwrap();
+                        tell.send(()).unwrap();
                         std::future::pending::<ControlFlow<()>>().await
                     }
                 })
                 .await
         }
     });
-    within("leading", begun.recv()).await.unwrap();
+    within("leading", told.recv()).await.unwrap();
     within("the shutdown", a.shutdown()).await.unwrap();
     assert!(matches!(within("the end", running).await.unwrap(), Err(Error::Stopped)));
     assert!(ended.load(Ordering::SeqCst));

@@ -180,6 +180,20 @@ impl Permits {
     }
 }
 
+impl Permits {
+    fn resize(&self, state: &mut State, limit: u8) {
+        state.limit = limit;
+        state.changes -= 1;
+        if self.is(Mutant::Evicts) {
+            let last = (0..PROCESSES).rev().find(|number| state.process(*number).granted);
+            if let Some(last) = last.filter(|_| state.used(None) > limit) {
+                state.processes[usize::from(last)].granted = false;
+            }
+        }
+        self.serve(state);
+    }
+}
+
 impl Model for Permits {
     type State = State;
     type Action = Action;
@@ -305,15 +319,7 @@ impl Model for Permits {
                 if state.limit == limit || state.changes == 0 {
                     return None;
                 }
-                state.limit = limit;
-                state.changes -= 1;
-                if self.is(Mutant::Evicts) {
-                    let last = (0..PROCESSES).rev().find(|number| state.process(*number).granted);
-                    if let Some(last) = last.filter(|_| state.used(None) > limit) {
-                        state.processes[usize::from(last)].granted = false;
-                    }
-                }
-                self.serve(&mut state);
+                self.resize(&mut state, limit);
             }
         }
         (state != *before).then_some(state)

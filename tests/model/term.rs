@@ -288,13 +288,13 @@ impl Model for Terms {
                 let now = state.term;
                 match &mut state.processes[usize::from(process)].place {
                     Place::Term { term, heard: heard @ false, .. } if before.asked && *term == now => {
-                        *heard = true
+                        *heard = true;
                     }
                     _ => return None,
                 }
             }
-            Action::Restart(process) => {
-                let process = &mut state.processes[usize::from(process)];
+            Action::Restart(number) => {
+                let process = &mut state.processes[usize::from(number)];
                 // Only a work that has ended is followed by a next campaign.
                 if process.alive
                     || matches!(process.place, Place::Term { works: true, .. } | Place::Resigning { .. })
@@ -302,10 +302,6 @@ impl Model for Terms {
                     return None;
                 }
                 *process = Process { alive: true, place: Place::Away };
-                let number = match action {
-                    Action::Restart(number) => number,
-                    _ => return None,
-                };
                 state.line.retain(|waiting| *waiting != number);
                 // What it led is under a life that is over.
                 if state.leader == number {
@@ -323,7 +319,7 @@ impl Model for Terms {
         match action {
             Action::Resign(process) => {
                 let works = matches!(before.process(process).place, Place::Term { works: true, .. });
-                if works && after.over != before.over || works && after.term != before.term {
+                if works && (after.over != before.over || after.term != before.term) {
                     return Some(C30);
                 }
             }
