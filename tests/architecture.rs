@@ -19,7 +19,9 @@ const LAYERS: &[&[&str]] = &[
     // What Postgres itself holds.
     &["advisory", "row"],
     // What a table holds.
-    &["claim", "fence", "lease", "prune"],
+    &["claim", "fence", "lease", "prune", "semaphore"],
+    // Compositions.
+    &["election"],
     // For people.
     &["testing"],
 ];

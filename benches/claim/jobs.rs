@@ -55,8 +55,13 @@ pub(crate) async fn eight_workers(database: &TestDatabase, setup: &PgPool, time:
         rounds.push([bare, ours[0], ours[1]]);
     }
     heading("Eight workers take jobs");
-    for (at, side) in ["UPDATE … FOR UPDATE SKIP LOCKED", "claim_next, 1", "claim_next, 50"].iter().enumerate() {
-        println!("  {side:<40} {:>10.0} jobs/s", median(rounds.iter().filter_map(|round| round.get(at)).copied()));
+    for (at, side) in
+        ["UPDATE … FOR UPDATE SKIP LOCKED", "claim_next, 1", "claim_next, 50"].iter().enumerate()
+    {
+        println!(
+            "  {side:<40} {:>10.0} jobs/s",
+            median(rounds.iter().filter_map(|round| round.get(at)).copied())
+        );
     }
     for (what, least, ratios) in [
         ("claim_next, 1 / bare", 0.7, rounds.iter().map(|[bare, one, _]| one / bare).collect::<Vec<_>>()),

@@ -88,18 +88,23 @@ async fn once(database: &TestDatabase, time: Duration) -> Result<()> {
         Side::new(PLAIN, (pool(database, 1).await?, 0_u64), async |(pool, n): &mut (PgPool, u64), _| {
             *n += 1;
             let mut tx = pool.begin().await?;
-            let insert = sqlx::query("INSERT INTO keys VALUES ($1) ON CONFLICT DO NOTHING").bind(format!("key-{n}"));
+            let insert =
+                sqlx::query("INSERT INTO keys VALUES ($1) ON CONFLICT DO NOTHING").bind(format!("key-{n}"));
             let inserted = insert.execute(&mut *tx).await?.rows_affected();
             tx.commit().await?;
             if inserted == 1 { Ok(()) } else { Err("not inserted".into()) }
         }),
-        Side::new("BEGIN, once, COMMIT", (pool(database, 1).await?, 0_u64), async |(pool, n): &mut (PgPool, u64), _| {
-            *n += 1;
-            let mut tx = pool.begin().await?;
-            let ours = Claim::named(&format!("key-{n}"))?.once(&mut tx).await?;
-            tx.commit().await?;
-            if ours { Ok(()) } else { Err("not ours".into()) }
-        }),
+        Side::new(
+            "BEGIN, once, COMMIT",
+            (pool(database, 1).await?, 0_u64),
+            async |(pool, n): &mut (PgPool, u64), _| {
+                *n += 1;
+                let mut tx = pool.begin().await?;
+                let ours = Claim::named(&format!("key-{n}"))?.once(&mut tx).await?;
+                tx.commit().await?;
+                if ours { Ok(()) } else { Err("not ours".into()) }
+            },
+        ),
     ];
     report::heading("Once, in a transaction");
     let goal = Goal { side: "BEGIN, once, COMMIT", reference: PLAIN, at_most: 1.5 };

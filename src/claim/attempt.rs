@@ -204,7 +204,11 @@ impl Attempt {
     ///
     /// # Database
     /// As for [`fence`](Self::fence).
-    pub async fn complete(&self, tx: &mut PgTransaction<'_>, result: &(impl Serialize + ?Sized)) -> Result<()> {
+    pub async fn complete(
+        &self,
+        tx: &mut PgTransaction<'_>,
+        result: &(impl Serialize + ?Sized),
+    ) -> Result<()> {
         let result = json::text(result, "a result", Claim::MAX_JSON_BYTES)?;
         self.settle();
         self.in_transaction(tx, "completing a claim", sql::COMPLETE, [Arg::Text(result)], |_| Ok(())).await

@@ -20,6 +20,7 @@ mod contract;
 #[path = "../faults/dice.rs"]
 mod dice;
 mod durability;
+mod election;
 mod fence;
 mod inputs;
 mod interleave;
@@ -41,6 +42,7 @@ mod proxy;
 mod prune;
 mod retry;
 mod row;
+mod semaphore;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;
