@@ -141,7 +141,10 @@ async fn killed(database: &TestDatabase, pool: &PgPool) -> Result {
     let mut c = Worker::start(database, "C", &["order-7", "4200"])?;
     println!("C         is asked again: replays {}", c.hear("replay")?);
     let mut c = Worker::start(database, "C", &["order-7", "4300"])?;
-    println!("C         is asked for another amount under the same key: refused, a mismatch ({})", c.hear("mismatch")?);
+    println!(
+        "C         is asked for another amount under the same key: refused, a mismatch ({})",
+        c.hear("mismatch")?
+    );
     once(pool, "order-7", "B").await
 }
 

@@ -136,7 +136,9 @@ async fn tell() -> Result {
             .fetch_one(&pool)
             .await?;
     ensure(rows == JOBS && jobs == JOBS && by_c == JOBS, "each once, all by C")?;
-    let left: i64 = sqlx::query_scalar("SELECT count(*) FROM fencepost.claims WHERE state <> 'done'").fetch_one(&pool).await?;
+    let left: i64 = sqlx::query_scalar("SELECT count(*) FROM fencepost.claims WHERE state <> 'done'")
+        .fetch_one(&pool)
+        .await?;
     ensure(left == 0, "none is left")?;
     println!("{rows} effects of {jobs} jobs: each once");
     Ok(database.close().await?)

@@ -294,8 +294,7 @@ impl Claim {
         let keys: Vec<&str> = claims.iter().map(|claim| claim.key.as_str()).collect();
         // Names have no NUL character, and there is no bound on how many there are.
         let keys = json::text(&keys, "a list of keys", usize::MAX)?;
-        let rows =
-            Call::new(sql::ONCE_EACH, [Arg::Text(keys)]).written_out_on(tx).await.map_err(fail)?;
+        let rows = Call::new(sql::ONCE_EACH, [Arg::Text(keys)]).written_out_on(tx).await.map_err(fail)?;
         let ours: std::collections::HashSet<String> =
             rows.iter().map(|row| row.try_get("key")).collect::<sqlx::Result<_>>().map_err(fail)?;
         let mut claimed: Vec<&Self> =
@@ -484,7 +483,8 @@ fn moment(row: &PgRow, column: &str) -> sqlx::Result<Option<DateTime<Utc>>> {
 
 fn value(row: &PgRow, column: &str) -> sqlx::Result<Option<Value>> {
     let text: Option<String> = row.try_get(column)?;
-    text.map(|text| serde_json::from_str(&text).map_err(|error| sqlx::Error::Decode(error.into()))).transpose()
+    text.map(|text| serde_json::from_str(&text).map_err(|error| sqlx::Error::Decode(error.into())))
+        .transpose()
 }
 
 /// One call on the caller's connection, and what its row says.

@@ -129,7 +129,8 @@ async fn ask(
     for row in &rows {
         let read = || {
             let id = GrantId::from(row.try_get::<Uuid, _>("grant_id")?);
-            let key = LockName::new(row.try_get("key")?).map_err(|error| sqlx::Error::Decode(error.into()))?;
+            let key =
+                LockName::new(row.try_get("key")?).map_err(|error| sqlx::Error::Decode(error.into()))?;
             Ok((id, Attempt::read(row, owner, life, key, id, row.try_get("unclear")?)?))
         };
         let (id, attempt) = read().map_err(|source| Error::database(STEP, source))?;

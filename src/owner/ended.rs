@@ -167,7 +167,8 @@ async fn tell(shared: &Shared, batch: &[Ended]) -> Result<Told> {
     let call = Call::new(claim::GIVE_BACK, [Arg::Text(list)]);
     let rows = shared.statements.call_until_answered(STEP, &call, &call).await?;
     for row in rows {
-        let read = || Ok((GrantId::from(row.try_get::<Uuid, _>("grant_id")?), row.try_get::<String, _>("outcome")?));
+        let read =
+            || Ok((GrantId::from(row.try_get::<Uuid, _>("grant_id")?), row.try_get::<String, _>("outcome")?));
         let (id, outcome) = read().map_err(|source| Error::database(STEP, source))?;
         match outcome.as_str() {
             "busy" => {

@@ -110,11 +110,17 @@ fn nobody_ends_what_another_one_has(claimed: &Claimed, steps: &[Step], report: &
     let there: HashMap<(i32, i64), &Effect> =
         claimed.effects.iter().map(|effect| ((effect.process, effect.op), effect)).collect();
     for step in steps.iter().filter(|step| step.kind == Kind::Complete) {
-        let (Some(commit), Some(effect)) = (step.commit, there.get(&(step.process, step.op))) else { continue };
+        let (Some(commit), Some(effect)) = (step.commit, there.get(&(step.process, step.op))) else {
+            continue;
+        };
         report.judged("I6");
         let later = begun.get(step.name.as_str()).into_iter().flatten();
-        for (token, answered) in later.filter(|(token, answered)| *token > effect.token && *answered < commit) {
-            report.break_rule("I6", format!("{effect:?}, sent at {commit}: attempt {token} was begun at {answered}"));
+        for (token, answered) in later.filter(|(token, answered)| *token > effect.token && *answered < commit)
+        {
+            report.break_rule(
+                "I6",
+                format!("{effect:?}, sent at {commit}: attempt {token} was begun at {answered}"),
+            );
         }
     }
 }

@@ -34,7 +34,8 @@ pub(crate) async fn heal(pool: &PgPool, patience: Duration) -> Option<Duration> 
     let last: String = sqlx::query_scalar("SELECT clock_timestamp()::text").fetch_one(pool).await.unwrap();
     let all = async {
         loop {
-            let left = "SELECT count(*) FROM fencepost.claims WHERE state <> 'done' AND due_at <= $1::timestamptz";
+            let left =
+                "SELECT count(*) FROM fencepost.claims WHERE state <> 'done' AND due_at <= $1::timestamptz";
             if sqlx::query_scalar::<_, i64>(left).bind(&last).fetch_one(pool).await.unwrap() == 0 {
                 return;
             }
@@ -46,8 +47,10 @@ pub(crate) async fn heal(pool: &PgPool, patience: Duration) -> Option<Duration> 
 
 pub(crate) async fn read(pool: &PgPool) -> Claimed {
     let rows = sqlx::query("SELECT key, state, token FROM fencepost.claims").fetch_all(pool).await.unwrap();
-    let rows = rows.iter().map(|row| Row { key: row.get("key"), state: row.get("state"), token: row.get("token") });
-    let effects = sqlx::query("SELECT key, token, process, op FROM claim_effect").fetch_all(pool).await.unwrap();
+    let rows =
+        rows.iter().map(|row| Row { key: row.get("key"), state: row.get("state"), token: row.get("token") });
+    let effects =
+        sqlx::query("SELECT key, token, process, op FROM claim_effect").fetch_all(pool).await.unwrap();
     let effects = effects.iter().map(|row| Effect {
         key: row.get("key"),
         token: row.get("token"),

@@ -147,8 +147,14 @@ pub(crate) fn write(findings: &[Finding], noticed: &[Finding]) {
     writeln!(text, "|---|---|---|{}---|---|", "---|".repeat(INVARIANTS.len())).unwrap();
     for (finding, (_, cell)) in findings.iter().zip(crate::CELLS) {
         if let Some(why) = &finding.skipped {
-            writeln!(text, "| {} | {} | **skipped**: {why} | {} | | |", cell.name, cell.how, "| ".repeat(INVARIANTS.len() - 1))
-                .unwrap();
+            writeln!(
+                text,
+                "| {} | {} | **skipped**: {why} | {} | | |",
+                cell.name,
+                cell.how,
+                "| ".repeat(INVARIANTS.len() - 1)
+            )
+            .unwrap();
             continue;
         }
         let figures: Vec<String> = INVARIANTS.iter().map(|invariant| finding.figure(invariant)).collect();

@@ -13,8 +13,8 @@
 //!
 //! What else it does, or does wrong, is in its [`Habits`].
 
-mod trying;
 mod claiming;
+mod trying;
 mod waiting;
 
 use std::cell::{Cell, RefCell};

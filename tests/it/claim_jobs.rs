@@ -22,7 +22,9 @@ fn job(key: &str) -> Claim {
 async fn enqueue(pool: &PgPool, count: usize) {
     let mut tx = pool.begin().await.unwrap();
     for n in 0..count {
-        assert!(job(&format!("mail-{n:04}")).payload(&json!({"to": n})).unwrap().enqueue(&mut tx).await.unwrap());
+        assert!(
+            job(&format!("mail-{n:04}")).payload(&json!({"to": n})).unwrap().enqueue(&mut tx).await.unwrap()
+        );
     }
     tx.commit().await.unwrap();
 }
@@ -66,11 +68,18 @@ async fn jobs_come_with_the_transaction_that_leaves_them_and_in_order() {
     tx.commit().await.unwrap();
     let (first, rest) = (next(&a, 2).await, next(&a, 10).await);
     assert_eq!(keys(&first), ["mail-0000", "mail-0001"]);
-    assert_eq!(keys(&rest), ["mail-0002", "mail-0003", "mail-0004"], "not the other kind, and not before its time");
-    assert_eq!(rest[1].payload(), Some(&json!({"to": 3})));
+    assert_eq!(
+        keys(&rest),
+        ["mail-0002", "mail-0003", "mail-0004"],
+        "not the other kind, and not before its time"
+    );
+    assert_eq!(rest[1].payload().unwrap(), Some(json!({"to": 3})));
     assert!(rest.iter().all(|attempt| attempt.number() == 1 && attempt.recovered().is_none()));
     assert!(next(&a, 1).await.is_empty());
-    sqlx::raw_sql("UPDATE fencepost.claims SET due_at = clock_timestamp() WHERE key = 'later'").execute(&pool).await.unwrap();
+    sqlx::raw_sql("UPDATE fencepost.claims SET due_at = clock_timestamp() WHERE key = 'later'")
+        .execute(&pool)
+        .await
+        .unwrap();
     assert_eq!(keys(&next(&a, 1).await), ["later"]);
     for limit in [0, Jobs::MAX_BATCH + 1] {
         assert!(matches!(jobs().claim_next(&a, limit).await, Err(Error::Misuse { .. })));
@@ -103,10 +112,11 @@ async fn many_workers_get_each_job_once() {
     let sent: (i64, i64) =
         sqlx::query_as("SELECT count(*), count(DISTINCT key) FROM sent").fetch_one(&pool).await.unwrap();
     assert_eq!(sent, (300, 300));
-    let tokens: (i64, i64) = sqlx::query_as("SELECT count(DISTINCT token), count(DISTINCT grant_id) FROM fencepost.claims")
-        .fetch_one(&pool)
-        .await
-        .unwrap();
+    let tokens: (i64, i64) =
+        sqlx::query_as("SELECT count(DISTINCT token), count(DISTINCT grant_id) FROM fencepost.claims")
+            .fetch_one(&pool)
+            .await
+            .unwrap();
     assert_eq!(tokens, (300, 300));
 }
 
@@ -178,7 +188,10 @@ async fn the_dead_are_recovered_though_there_is_always_work() {
     enqueue(&pool, 1).await;
     let late = next(&a, 1).await;
     enqueue_more(&pool, 2_000).await;
-    sqlx::raw_sql("UPDATE fencepost.owners SET expires_at = 'epoch' WHERE label = 'a'").execute(&pool).await.unwrap();
+    sqlx::raw_sql("UPDATE fencepost.owners SET expires_at = 'epoch' WHERE label = 'a'")
+        .execute(&pool)
+        .await
+        .unwrap();
     let mut others = Vec::new();
     let recovered = loop {
         let mut attempts = next(&b, 1).await;
@@ -207,7 +220,10 @@ async fn a_long_job_is_not_taken_from_the_living() {
     let (a, b) = (owner(&pool, "a", SHORT).await, owner(&pool, "b", LONG).await);
     enqueue(&pool, 1).await;
     let long = next(&a, 1).await;
-    sqlx::raw_sql("UPDATE fencepost.claims SET started_at = started_at - interval '1 day'").execute(&pool).await.unwrap();
+    sqlx::raw_sql("UPDATE fencepost.claims SET started_at = started_at - interval '1 day'")
+        .execute(&pool)
+        .await
+        .unwrap();
     until_true(
         &pool,
         "several beats",
@@ -226,7 +242,10 @@ async fn a_recovery_of_jobs_waits_for_an_open_end() {
     let late = next(&a, 2).await;
     let mut tx = pool.begin().await.unwrap();
     late[0].complete(&mut tx, "late").await.unwrap();
-    sqlx::raw_sql("UPDATE fencepost.owners SET expires_at = 'epoch' WHERE label = 'a'").execute(&pool).await.unwrap();
+    sqlx::raw_sql("UPDATE fencepost.owners SET expires_at = 'epoch' WHERE label = 'a'")
+        .execute(&pool)
+        .await
+        .unwrap();
     let got = within("the next jobs", next(&b, 10)).await;
     assert_eq!(keys(&got), ["mail-0001"]);
     tx.commit().await.unwrap();

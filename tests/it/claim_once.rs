@@ -36,7 +36,10 @@ async fn of_many_callers_one_does_it() {
                         Box::pin(async move {
                             let ours = claim(&key).once(tx).await?;
                             if ours {
-                                sqlx::query("INSERT INTO effect VALUES ($1)").bind(&key).execute(&mut **tx).await?;
+                                sqlx::query("INSERT INTO effect VALUES ($1)")
+                                    .bind(&key)
+                                    .execute(&mut **tx)
+                                    .await?;
                             }
                             Ok::<_, Error>(ours)
                         })
@@ -77,7 +80,11 @@ async fn a_second_caller_waits_for_the_outcome_of_the_first() {
         });
         someone_waits(&pool).await;
         assert!(!second.is_finished());
-        if commits { first.commit().await.unwrap() } else { first.rollback().await.unwrap() }
+        if commits {
+            first.commit().await.unwrap()
+        } else {
+            first.rollback().await.unwrap()
+        }
         assert_eq!(within("the second", second).await.unwrap(), !commits);
         let mut third = pool.begin().await.unwrap();
         assert!(!claim(&key).once(&mut third).await.unwrap());

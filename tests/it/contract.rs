@@ -136,7 +136,9 @@ fn every_capability_is_in_the_contract() {
         .filter(|path| {
             path.is_file() && {
                 let source = std::fs::read_to_string(path).unwrap();
-                ["try_acquire", "begin"].iter().any(|name| source.contains(&format!("pub async fn {name}(&self, owner")))
+                ["try_acquire", "begin"]
+                    .iter()
+                    .any(|name| source.contains(&format!("pub async fn {name}(&self, owner")))
             }
         })
         .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())

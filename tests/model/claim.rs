@@ -123,7 +123,9 @@ impl Model for Claim {
                 }
             }
             _ if after.effects > 1 => return Some(EFFECTS),
-            Action::Take(_) if after.row.grant > before.row.grant && before.wordless && !after.row.unclear => {
+            Action::Take(_)
+                if after.row.grant > before.row.grant && before.wordless && !after.row.unclear =>
+            {
                 return Some(UNCLEAR);
             }
             _ => {}
@@ -178,17 +180,23 @@ impl Model for Claim {
             Action::Take(number) if after.row.grant > before.row.grant => {
                 format!("the server grants {} the attempt {}", letter(number), after.row.grant)
             }
-            Action::Take(number) => format!("the server tells {} that there is nothing to begin", letter(number)),
+            Action::Take(number) => {
+                format!("the server tells {} that there is nothing to begin", letter(number))
+            }
             Action::Hear(number) => format!("{} hears that it is to do it", process(number)),
             Action::Complete(number) if after.process(number).doing == Doing::Idle => {
                 format!("{} completes, and is refused", process(number))
             }
-            Action::Complete(number) => format!("{} has its effect and completes; not yet committed", process(number)),
+            Action::Complete(number) => {
+                format!("{} has its effect and completes; not yet committed", process(number))
+            }
             Action::Commit(number) => format!("{} commits", process(number)),
             Action::RollBack(number) => format!("{} rolls back", process(number)),
             Action::Drop(number) => format!("{} drops the attempt", process(number)),
             Action::GiveBack(number) => format!("what {} dropped is given back", letter(number)),
-            Action::Reconcile(number) => format!("{} gives back an attempt that it does not know", process(number)),
+            Action::Reconcile(number) => {
+                format!("{} gives back an attempt that it does not know", process(number))
+            }
             Action::Expire(number) => format!("the owner of {} has expired", letter(number)),
             Action::CommitBeat(number) => format!("the heartbeat of {} commits: it lives", letter(number)),
             Action::Restart(number) => format!("{} has lost its life, and starts again", process(number)),
@@ -222,7 +230,8 @@ mod tests {
     #[test]
     fn every_mutant_is_refuted() {
         for mutant in Mutant::ALL {
-            let trace = refute(&format!("claim, {mutant:?}"), &Claim { clients: clients(), mutant: Some(*mutant) });
+            let trace =
+                refute(&format!("claim, {mutant:?}"), &Claim { clients: clients(), mutant: Some(*mutant) });
             assert_eq!(trace.promise, mutant.breaks(), "{mutant:?}\n{trace}");
         }
     }

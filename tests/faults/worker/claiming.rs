@@ -32,7 +32,8 @@ impl Worker {
         let op = self.next_op();
         let record = |phase| self.record(op, Kind::Acquire, phase, &key);
         self.history.write(&record(Phase::Invoke));
-        match Claim::named(&key).unwrap().begin(&self.owner).await.map(fencepost::claim::Begun::into_attempt) {
+        match Claim::named(&key).unwrap().begin(&self.owner).await.map(fencepost::claim::Begun::into_attempt)
+        {
             Ok(Some(attempt)) => {
                 self.history.write(&granted(record(Phase::Ok), &attempt));
                 vec![attempt]

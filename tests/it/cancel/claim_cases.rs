@@ -102,7 +102,8 @@ pub(super) async fn begin_a_claim(scene: &Scene, cut: Cut) -> bool {
 }
 
 pub(super) async fn claim_next_jobs(scene: &Scene, cut: Cut) -> bool {
-    const UNTOUCHED: &str = "SELECT count(*) FROM fencepost.claims WHERE state = 'ready' AND NOT unclear AND crashes = 0";
+    const UNTOUCHED: &str =
+        "SELECT count(*) FROM fencepost.claims WHERE state = 'ready' AND NOT unclear AND crashes = 0";
     let make = "SELECT count(fencepost.claim_enqueue('card-' || n, 'card')) FROM generate_series(1, 3) n";
     scene.observer.execute(make).await.unwrap();
     assert_eq!(scene.count(UNTOUCHED).await, 3);

@@ -65,13 +65,23 @@ pub(super) enum Doing {
     /// It looked free.
     Looked,
     /// Granted, which is not yet heard.
-    Answered { grant: u8 },
+    Answered {
+        grant: u8,
+    },
     /// Under this life of its process.
-    Working { grant: u8, life: u8 },
+    Working {
+        grant: u8,
+        life: u8,
+    },
     /// Complete has been answered in a transaction that is open.
-    Open { grant: u8, life: u8 },
+    Open {
+        grant: u8,
+        life: u8,
+    },
     /// Gone, and not yet given back.
-    Dropping { grant: u8 },
+    Dropping {
+        grant: u8,
+    },
 }
 
 impl Doing {
@@ -224,7 +234,9 @@ impl Claim {
                 let life = process.lives;
                 after.process_mut(number).doing = Doing::Working { grant, life };
             }
-            (Action::Complete(_), Doing::Working { grant, life }) => self.complete(&mut after, number, grant, life),
+            (Action::Complete(_), Doing::Working { grant, life }) => {
+                self.complete(&mut after, number, grant, life)
+            }
             (Action::Commit(_), Doing::Open { .. }) => {
                 after.process_mut(number).doing = Doing::Idle;
                 after.row.status = Status::Done;
@@ -255,7 +267,9 @@ impl Claim {
                 after.row.status = Status::Ready;
                 after.row.unclear = true;
             }
-            (Action::Restart(_), Doing::Idle) if matches!(process.life, Life::Dead | Life::Lapsed { beat: false }) => {
+            (Action::Restart(_), Doing::Idle)
+                if matches!(process.life, Life::Dead | Life::Lapsed { beat: false }) =>
+            {
                 after.process_mut(number).lives += 1;
                 after.process_mut(number).life = Life::Alive;
             }
