@@ -143,10 +143,8 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     // A canary may have made a mistake of which nothing heals.
     let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
     let healing = async {
-        let healed = match claiming {
-            true => claims::heal(&pool, patience).await,
-            false => heal(&pool, &names, patience).await,
-        };
+        let healed =
+            if claiming { claims::heal(&pool, patience).await } else { heal(&pool, &names, patience).await };
         if line {
             line::quit(&pool).await;
         }

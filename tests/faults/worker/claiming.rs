@@ -52,10 +52,7 @@ impl Worker {
     async fn next(&self, jobs: &Jobs) -> Vec<Attempt> {
         let limit = usize::try_from(self.dice.borrow_mut().between(1, 6)).unwrap();
         let before = now();
-        let attempts = match jobs.claim_next(&self.owner, limit).await {
-            Ok(attempts) => attempts,
-            Err(_) => return Vec::new(),
-        };
+        let Ok(attempts) = jobs.claim_next(&self.owner, limit).await else { return Vec::new() };
         if attempts.is_empty() {
             self.leave_more().await;
         }
