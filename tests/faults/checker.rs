@@ -13,7 +13,7 @@
 //! | I5 | a stop or a cut longer than the trust | "yes" after it; or no signal within [`SIGNAL_WITHIN`]; or a dead owner lives again |
 //! | I12 | where nothing may be lost, a grant | its loss is signalled |
 //!
-//! I12 and I13 of the line are judged in `line_checker`.
+//! I12 and I13 of the line are judged in `line_checker`, I4 and I5 of locks in `lock_checker`.
 //!
 //! I3 (the twin loses updates), I11 (hygiene) and I12 (progress) are counted by the controller and by the tests.
 
@@ -23,6 +23,7 @@ use std::time::Duration;
 use crate::history::{CANCELLED, Kind, Phase, REJECTED, Record, TIMED_OUT};
 use crate::line::Event;
 use crate::line_checker;
+use crate::lock_checker;
 
 /// How late the signal of a loss may come after the process runs again. Not a measurement: one is reported.
 pub(crate) const SIGNAL_WITHIN: Duration = Duration::from_secs(2);
@@ -59,7 +60,7 @@ pub(crate) enum Outage {
 impl Stop {
     /// From when on the process has to know that it has lost what it held, if the outage was long enough: when
     /// it runs again, or by its own clock while it is cut off.
-    fn known_from(&self) -> Option<u64> {
+    pub(crate) fn known_from(&self) -> Option<u64> {
         let margin = (self.ttl / 10).max(Duration::from_millis(5));
         let trust = match self.outage {
             Outage::Stood => self.ttl.saturating_sub(margin),
@@ -95,6 +96,8 @@ pub(crate) struct Facts {
     pub(crate) failed_over: Option<u64>,
     /// Nothing happened of which anything could be lost.
     pub(crate) calm: bool,
+    /// Where grants are session-level locks, for how long an answer of their session is trusted at most.
+    pub(crate) trust: Option<Duration>,
 }
 
 /// What one rule came to.
@@ -143,15 +146,15 @@ impl Report {
 #[derive(Clone, Debug)]
 pub(crate) struct Step {
     pub(crate) process: i32,
-    op: i64,
+    pub(crate) op: i64,
     pub(crate) kind: Kind,
     pub(crate) name: String,
     pub(crate) token: Option<i64>,
     pub(crate) value: Option<i64>,
     pub(crate) began: u64,
-    commit: Option<u64>,
+    pub(crate) commit: Option<u64>,
     pub(crate) ended: Option<(u64, Phase)>,
-    why: String,
+    pub(crate) why: String,
 }
 
 impl Step {
@@ -169,6 +172,13 @@ pub(crate) fn check(facts: &Facts) -> Report {
     let mut report = Report::default();
     let steps = steps(&facts.records);
     let grants = grants(&steps);
+    if let Some(trust) = facts.trust {
+        lock_checker::judge(facts, &steps, trust, &mut report);
+        nothing_is_lost_without_a_reason(facts, &grants, &mut report);
+        line_checker::judge(facts, &mut report);
+        steps.iter().for_each(|step| count(step, &mut report));
+        return report;
+    }
     tokens_rise(&grants, &mut report);
     writes_are_there_once(facts, &steps, &mut report);
     log_is_in_order(facts, &mut report);

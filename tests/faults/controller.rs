@@ -19,6 +19,7 @@ use crate::fault::Fault;
 use crate::fleet::{Fleet, Target};
 use crate::history::{self, now};
 use crate::line;
+use crate::locks;
 use crate::stage::{Stage, Way};
 use crate::worker::{Ask, Mode, Place};
 
@@ -129,7 +130,11 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     // A canary may have made a mistake of which nothing heals.
     let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
     let healing = async {
-        let healed = heal(&pool, &names, patience).await;
+        let healed = if cell.mode == Mode::Lock {
+            locks::heal(&pool, &names, patience).await
+        } else {
+            heal(&pool, &names, patience).await
+        };
         if line {
             line::quit(&pool).await;
         }
@@ -152,6 +157,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
         failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
         calm: cell.calm,
+        trust: (cell.mode == Mode::Lock).then(|| locks::trust(cell)),
     };
     pool.close().await;
     let processes = fleet.started();

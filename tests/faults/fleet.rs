@@ -344,7 +344,8 @@ impl Fleet {
 
     /// A fresh process takes each name once; whether it could.
     pub(crate) async fn once_more(&self) -> bool {
-        let worker = self.spawn(0, Mode::Once);
+        let mode = if self.plan.cell.mode == Mode::Lock { Mode::LockOnce } else { Mode::Once };
+        let worker = self.spawn(0, mode);
         lock(&self.workers).push(worker);
         self.finish().await.is_empty()
     }

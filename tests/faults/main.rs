@@ -26,6 +26,8 @@ mod history;
 mod line;
 mod line_checker;
 mod link;
+mod lock_checker;
+mod locks;
 #[path = "../support/pgbouncer.rs"]
 #[allow(dead_code, reason = "other suites use another part of it")]
 mod pgbouncer;
@@ -98,6 +100,9 @@ cells! {
     connections_may_run_out: CROWDED,
     it_may_be_migrated_under_load: MIGRATED,
     notifications_may_be_lost_and_forged: NOTIFICATIONS,
+    session_locks_exclude_through_timeouts_and_cancels: LOCKS_CALM,
+    sessions_that_hold_locks_may_be_ended: LOCKS_ENDED,
+    the_server_may_crash_with_session_locks: LOCKS_CRASH,
 }
 
 /// A test for each canary, and the list of all.
@@ -135,6 +140,10 @@ canaries! {
     a_client_with_a_wall_clock_is_noticed: WALL_CLOCK,
     a_client_that_never_looks_for_lost_grants_is_noticed: NO_RECONCILE,
     a_client_that_believes_any_notification_is_noticed: BELIEVES_NOTIFICATIONS,
+    a_time_out_of_the_sessions_lock_that_is_believed_is_noticed: BELIEVES_TIMEOUTS,
+    a_lock_that_excludes_sessions_and_not_tasks_is_noticed: REENTRANT,
+    a_release_that_keeps_the_lock_is_noticed: KEEPS_LOCKS,
+    a_lock_that_nobody_looks_after_is_noticed: NEVER_PROBES,
 }
 
 /// The entry point of worker processes. Started as a test, it checks that the controller would find it.
@@ -286,7 +295,7 @@ fn print(plan: Plan, outcome: &Outcome, report: &Report) {
             report.twin_lost,
             report.count("twin writes")
         );
-    } else {
+    } else if plan.cell.mode == Mode::Wait {
         let heard = |percent: usize| report.heard.get((report.heard.len() * percent / 100).saturating_sub(1));
         println!(
             "  from the hand-over to its caller: median {:?}, 90 % {:?}, longest {:?}; slowest turn {:?}",

@@ -13,6 +13,7 @@
 //!
 //! What else it does, or does wrong, is in its [`Habits`].
 
+mod locking;
 mod trying;
 mod waiting;
 
@@ -81,6 +82,8 @@ pub(crate) struct Habits {
     pub(crate) impatient: bool,
     /// Has a wall clock that somebody sets.
     pub(crate) false_clock: bool,
+    /// Holds some of its locks for seconds.
+    pub(crate) lingers: bool,
 }
 
 impl Habits {
@@ -93,6 +96,7 @@ impl Habits {
         dozes: false,
         impatient: false,
         false_clock: false,
+        lingers: false,
     };
 }
 
@@ -110,8 +114,12 @@ pub(crate) enum Mode {
     Try,
     /// Waits in line, with several tasks, until told to end.
     Wait,
+    /// Contends for session-level locks, with several tasks, until told to end.
+    Lock,
     /// Takes each name once, when it is free, writes, and ends.
     Once,
+    /// Locks each name once, when it is free, and ends.
+    LockOnce,
 }
 
 /// Where a worker wants to be stopped.
@@ -218,6 +226,8 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
                 worker.give_back(held, false).await;
             }
         }
+        Mode::Lock => locking::work(Rc::clone(&worker)).await,
+        Mode::LockOnce => locking::once(&worker).await,
         Mode::Try => trying::work(&worker).await,
     }
     worker.owner.shutdown().await.unwrap();
