@@ -131,6 +131,10 @@ impl Judge<'_> {
         } else if is_first && !self.is_told(hold, other.answered, known) {
             report.break_rule("I5", format!("{hold:?} is not told of its loss to {other:?}"));
         } else if hold.believed > other.answered {
+            if let Some(over) = hold.over.filter(|_| is_first) {
+                let took = Duration::from_nanos(over - other.answered);
+                report.slowest_signal = report.slowest_signal.max(took);
+            }
             report.tally("holds told of their loss in time");
         }
     }

@@ -119,9 +119,9 @@ impl Worker {
         let done = Notify::new();
         let share = self.dice.borrow_mut().below(100);
         let long = match share {
-            0..15 if self.orders.habits.lingers => self.think(1_000, 2_500),
-            0..70 => self.think(0, 2),
-            _ => self.think(5, 40),
+            0..12 if self.orders.habits.lingers => self.think(1_000, 2_500),
+            0..85 => self.think(0, 2),
+            _ => self.think(3, 30),
         };
         let steps = async {
             let mut over = pin!(sleep(long));
