@@ -29,11 +29,11 @@ pub enum Error {
         what: String,
     },
 
-    /// The lease was held, and is not any more. Roll back; the next holder may be at work.
-    #[error("lease \"{name}\" with token {token} is lost: {reason}")]
+    /// A lease, or an attempt at a claim, was held, and is not any more. Roll back; the next holder may be at work.
+    #[error("\"{name}\" with token {token} is lost: {reason}")]
     #[non_exhaustive]
     Lost {
-        /// The lease.
+        /// The lease, or the claim's key.
         name: String,
         /// The token it was held with.
         token: FencingToken,
@@ -41,11 +41,11 @@ pub enum Error {
         reason: LossReason,
     },
 
-    /// A fence refused a token: a later grant exists. Roll back.
+    /// A fence, or the end of an attempt, was refused its token: a later grant exists. Roll back.
     #[error("stale fence: \"{name}\" refused token {token}{}", current.map(|t| format!("; it has seen token {t}")).unwrap_or_default())]
     #[non_exhaustive]
     StaleFence {
-        /// The lease or resource.
+        /// The lease, the resource or the claim's key.
         name: String,
         /// The token that was refused.
         token: FencingToken,
@@ -63,6 +63,19 @@ pub enum Error {
         table: String,
         /// The lease whose fence it wants.
         name: String,
+    },
+
+    /// The semaphore has another limit than the caller says. Whichever is right, it is changed explicitly:
+    /// [`Semaphore::resize`](crate::Semaphore::resize).
+    #[error("semaphore \"{name}\" has {permits} permits, not {asked}")]
+    #[non_exhaustive]
+    OtherLimit {
+        /// The semaphore.
+        name: String,
+        /// Its limit.
+        permits: u32,
+        /// The caller's.
+        asked: u32,
     },
 
     /// The database did not answer in time. Nothing was changed, or what was changed will be undone.
@@ -239,6 +252,9 @@ pub enum LossReason {
     /// An operator released it, or the database has forgotten it.
     #[error("it was released from outside")]
     Released,
+    /// An attempt at a claim has been completed, failed or given back before.
+    #[error("it has been ended before")]
+    Settled,
     /// The database could not be reached until the local deadline.
     #[error("the database could not be reached until the deadline")]
     Unreachable,
@@ -298,6 +314,7 @@ impl Error {
             Self::StaleFence { .. } => return Some("LK001"),
             Self::Lost { .. } => return Some("LK002"),
             Self::Unfenced { .. } => return Some("LK006"),
+            Self::OtherLimit { .. } => return Some("LK007"),
             Self::Misuse { .. }
             | Self::SchemaVersion { .. }
             | Self::TransactionPooler { .. }
@@ -353,6 +370,8 @@ struct Detail {
     current: Option<FencingToken>,
     why: Option<String>,
     table: Option<String>,
+    permits: Option<u32>,
+    asked: Option<u32>,
 }
 
 /// An error raised by our own functions, from its SQLSTATE and DETAIL.
@@ -360,15 +379,20 @@ fn refusal(error: &PgDatabaseError) -> Option<Error> {
     if !error.code().starts_with("LK") {
         return None;
     }
-    let Detail { name, token, current, why, table } = serde_json::from_str(error.detail()?).ok()?;
+    let Detail { name, token, current, why, table, permits, asked } =
+        serde_json::from_str(error.detail()?).ok()?;
     match error.code() {
         "LK001" => Some(Error::StaleFence { name, token: token?, current }),
         "LK002" => {
-            let reason =
-                if why.as_deref() == Some("released") { LossReason::Released } else { LossReason::Expired };
+            let reason = match why.as_deref() {
+                Some("released") => LossReason::Released,
+                Some("settled") => LossReason::Settled,
+                _ => LossReason::Expired,
+            };
             Some(Error::Lost { name, token: token?, reason })
         }
         "LK006" => Some(Error::Unfenced { table: table?, name }),
+        "LK007" => Some(Error::OtherLimit { name, permits: permits?, asked: asked? }),
         _ => None,
     }
 }

@@ -29,6 +29,7 @@ use serde::Serialize;
 use tokio::sync::watch;
 
 use crate::error::{Error, Result};
+use crate::json;
 use crate::name::LockName;
 use crate::owner::Owner;
 use crate::token::FencingToken;
@@ -68,6 +69,16 @@ pub struct Lease {
     at_most: Option<Duration>,
     metadata: Option<String>,
     grace: Option<Duration>,
+    /// Of its ticket: smaller ranks are served before.
+    rank: i32,
+    kind: Kind,
+}
+
+/// What is asked for under the name. Waiting, holding, fencing and releasing are the same for both.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Lease,
+    Permits { limit: u32, count: u32 },
 }
 
 /// What an attempt came to.
@@ -118,7 +129,22 @@ impl Lease {
     /// # Errors
     /// [`Error::Misuse`] for a name that [`LockName::new`] refuses.
     pub fn named(name: &str) -> Result<Self> {
-        Ok(Self { name: LockName::new(name)?, at_most: None, metadata: None, grace: None })
+        Ok(Self::of(LockName::new(name)?))
+    }
+
+    /// The lease of this name, one of our own too.
+    pub(crate) fn of(name: LockName) -> Self {
+        Self { name, at_most: None, metadata: None, grace: None, rank: 0, kind: Kind::Lease }
+    }
+
+    /// So many of the permits of a semaphore of this name, which is held as a lease is.
+    pub(crate) fn of_permits(name: LockName, limit: u32, count: u32) -> Self {
+        Self { kind: Kind::Permits { limit, count }, ..Self::of(name) }
+    }
+
+    /// Whoever waits with a smaller rank is served before; for all others it is zero.
+    pub(crate) fn rank(self, rank: i32) -> Self {
+        Self { rank, ..self }
     }
 
     /// Caps the hold: it ends after this long even if its owner goes on beating. From 1 ms to
@@ -142,19 +168,7 @@ impl Lease {
     /// # Errors
     /// [`Error::Misuse`] if it does not serialise, is too large, or has a NUL character, which `jsonb` refuses.
     pub fn metadata(self, metadata: &impl Serialize) -> Result<Self> {
-        let json = serde_json::to_string(metadata)
-            .map_err(|error| Error::misuse(format!("metadata does not serialise: {error}")))?;
-        if json.len() > Self::MAX_METADATA_BYTES {
-            let most = Self::MAX_METADATA_BYTES;
-            return Err(Error::misuse(format!(
-                "metadata is at most {most} bytes of JSON, not {}",
-                json.len()
-            )));
-        }
-        // Not an escaped backslash and four digits after it.
-        if json.replace("\\\\", "").contains("\\u0000") {
-            return Err(Error::misuse("metadata has a NUL character, which jsonb cannot hold"));
-        }
+        let json = json::text(metadata, "metadata", Self::MAX_METADATA_BYTES)?;
         Ok(Self { metadata: Some(json), ..self })
     }
 

@@ -23,8 +23,11 @@
 //! - [`Owner`]: the process, alive by one heartbeat whatever it holds.
 //! - [`Lease`] and [`HeldLease`]: the lock. [`Lease::try_acquire`] or, waiting in line, [`Lease::acquire`];
 //!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
+//! - [`Election`]: one leader among many candidates, and who it is.
+//! - [`Semaphore`]: at most so many at once.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
+//! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`AdvisoryLock`]: the locks that Postgres itself has, without their traps: for a transaction, or
@@ -38,6 +41,7 @@
 //!
 //! Longer reading: [`docs::fencing`], [`docs::failure`], [`docs::pooling`].
 
+pub mod claim;
 mod error;
 pub mod fence;
 pub mod migrate;
@@ -48,7 +52,9 @@ pub mod testing;
 mod advisory;
 mod clock;
 mod driver;
+mod election;
 mod identifier;
+mod json;
 mod key;
 mod lease;
 mod mistake;
@@ -58,11 +64,13 @@ mod pooler;
 mod prune;
 mod retry;
 mod savepoint;
+mod semaphore;
 mod sql;
 mod token;
 mod wait;
 
 pub use advisory::{AdvisoryLock, HeldAdvisory};
+pub use election::{Election, Leader, Leaders, Leadership};
 pub use error::{Error, LossReason, Result};
 pub use key::Key;
 pub use lease::{Attempt, HeldLease, Holder, Lease};
@@ -71,6 +79,7 @@ pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
 pub use prune::{Pruned, prune};
 pub use retry::{Isolation, Work, transaction};
+pub use semaphore::{Permit, Semaphore};
 pub use token::{FencingToken, Grant, GrantId};
 pub use wait::Wait;
 

@@ -14,6 +14,7 @@
 //! | its thread ends, for whatever reason | everything held is lost: [`LossReason::Stopped`] |
 
 pub(crate) mod claims;
+pub(crate) mod ended;
 pub(crate) mod hand_over;
 mod heartbeat;
 pub(crate) mod life;
@@ -36,6 +37,7 @@ use tokio::time::timeout;
 
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
+use crate::owner::ended::Endings;
 use crate::owner::heartbeat::Beginning;
 use crate::owner::life::{Grants, Life, Stage, enter};
 use crate::owner::locks::Locks;
@@ -104,6 +106,7 @@ pub(crate) struct Shared {
     pub(crate) grants: Grants,
     pub(crate) wakes: Wakes,
     pub(crate) locks: Locks,
+    pub(crate) endings: Endings,
     stage: watch::Sender<Stage>,
     runtime: Handle,
     beat_now: Notify,

@@ -13,13 +13,15 @@ mod sources;
 /// The top-level modules by layer, lowest first. A module may use its own layer and those below.
 const LAYERS: &[&[&str]] = &[
     // Words.
-    &["clock", "error", "identifier", "key", "mistake", "name", "token", "wait"],
+    &["clock", "error", "identifier", "json", "key", "mistake", "name", "token", "wait"],
     // Plumbing.
     &["driver", "sql", "migrate", "pooler", "owner", "retry", "savepoint"],
     // What Postgres itself holds.
     &["advisory", "row"],
     // What a table holds.
-    &["fence", "lease", "prune"],
+    &["claim", "fence", "lease", "prune", "semaphore"],
+    // Compositions.
+    &["election"],
     // For people.
     &["testing"],
 ];

@@ -9,6 +9,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 use uuid::Uuid;
 
+use super::ended::Endings;
 use super::hand_over::HandedOver;
 use super::life::{Grants, Life, Stage};
 use super::locks::Locks;
@@ -112,6 +113,7 @@ async fn begin(
         grants: Grants::default(),
         wakes: Wakes::default(),
         locks: Locks::new(advisory_locks),
+        endings: Endings::default(),
         stage: watch::Sender::new(Stage::Starting(LossReason::Stopped)),
         runtime: tokio::runtime::Handle::current(),
         beat_now: Notify::new(),

@@ -126,6 +126,39 @@ pub(crate) const EVERYTHING_WAITING: Cell = Cell {
     ..WAITING
 };
 
+/// Two of three things at a time happen to every kind of session, through proxies.
+const HELD_FAULTS: &[(u64, Fault)] = &[
+    (30, Fault::Pause),
+    (8, Fault::Kill),
+    (20, Fault::BlackHole),
+    (10, Fault::EndSession(Session::Heartbeat)),
+    (10, Fault::EndSession(Session::Call)),
+    (10, Fault::EndSession(Session::Fenced)),
+    (6, Fault::CutAnswer("fencepost.release")),
+];
+
+pub(crate) const LEADERS: Cell = Cell {
+    name: "leaders",
+    how: "six candidates; SIGSTOP, SIGKILL, black holes, ended sessions and lost answers, several at a time",
+    mode: Mode::Lead,
+    seconds: 10,
+    ttl: (150, 400),
+    setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
+    faults: HELD_FAULTS,
+    every: (20, 160),
+    needs: &["grants", "fenced writes", "rejected fences", "losses signalled", "cancelled acquires"],
+    ..TRYING
+};
+
+pub(crate) const PERMITS: Cell = Cell {
+    name: "permits",
+    how: "six processes share three permits of each name; the same faults",
+    mode: Mode::Permits,
+    pauses: false,
+    needs: &["permits", "writes under a permit", "losses signalled"],
+    ..LEADERS
+};
+
 pub(crate) const BACKEND_KILLED: Cell = Cell {
     name: "backend killed",
     how: "`pg_terminate_backend`: heartbeats, calls, fenced transactions",
@@ -380,6 +413,49 @@ pub(crate) const NOTIFICATIONS: Cell = Cell {
     every: (5, 60),
     needs: &["grants", "tickets"],
     ..WAITING
+};
+
+/// A thousand claims, and more when they are done; begun by key or taken in batches.
+const CLAIMING: Cell = Cell {
+    mode: Mode::Claim,
+    workers: 8,
+    ttl: (100, 300),
+    pauses: false,
+    needs: &["grants", "completions", "recovered attempts", "refused completions"],
+    ..TRYING
+};
+
+pub(crate) const EVERYTHING_CLAIMED: Cell = Cell {
+    name: "everything at once, claims",
+    how: "8 processes, 1,000 claims; SIGSTOP, also in the transaction that completes, SIGKILL and ended sessions",
+    seconds: 8,
+    faults: &[
+        (30, Fault::Pause),
+        (8, Fault::Kill),
+        (15, Fault::EndSession(Session::Heartbeat)),
+        (15, Fault::EndSession(Session::Call)),
+        (15, Fault::EndSession(Session::Application)),
+        (15, Fault::EndSession(Session::Fenced)),
+    ],
+    every: (10, 80),
+    ..CLAIMING
+};
+
+pub(crate) const REPLY_CUT_CLAIMED: Cell = Cell {
+    name: "reply cut, claims",
+    how: "a proxy forwards a begin, a claim of jobs, a complete or its COMMIT, and drops the answer",
+    workers: 6,
+    ttl: (200, 500),
+    setting: REPLY_CUT.setting,
+    faults: &[
+        (1, Fault::CutAnswer("fencepost.claim_begin")),
+        (1, Fault::CutAnswer("fencepost.claim_next")),
+        (1, Fault::CutAnswer("fencepost.claim_complete")),
+        (1, Fault::CutAnswer("COMMIT")),
+        (1, Fault::CutAnswer("fencepost.heartbeat")),
+        (1, Fault::Pause),
+    ],
+    ..CLAIMING
 };
 
 /// Six tasks in each process contend for three session-level locks.

@@ -344,8 +344,7 @@ impl Fleet {
 
     /// A fresh process takes each name once; whether it could.
     pub(crate) async fn once_more(&self) -> bool {
-        let mode = if self.plan.cell.mode == Mode::Lock { Mode::LockOnce } else { Mode::Once };
-        let worker = self.spawn(0, mode);
+        let worker = self.spawn(0, Mode::Once);
         lock(&self.workers).push(worker);
         self.finish().await.is_empty()
     }

@@ -9,6 +9,9 @@ use tokio::time::Instant;
 use crate::cell::Cell;
 use crate::history::now;
 
+/// What begins the name of a lock.
+pub(crate) const LOCK: &str = "lock ";
+
 const SPACE: &str = "faults";
 
 pub(crate) fn key(name: &str) -> Key {

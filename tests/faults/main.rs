@@ -18,10 +18,13 @@
 mod canary;
 mod cell;
 mod checker;
+mod claim_checker;
+mod claims;
 mod controller;
 mod dice;
 mod fault;
 mod fleet;
+mod held_checker;
 mod history;
 mod line;
 mod line_checker;
@@ -100,6 +103,10 @@ cells! {
     connections_may_run_out: CROWDED,
     it_may_be_migrated_under_load: MIGRATED,
     notifications_may_be_lost_and_forged: NOTIFICATIONS,
+    claims_are_done_once_under_faults: EVERYTHING_CLAIMED,
+    answers_about_claims_may_be_cut: REPLY_CUT_CLAIMED,
+    leaders_may_be_paused_killed_and_cut_off: LEADERS,
+    permits_may_be_paused_killed_and_cut_off: PERMITS,
     session_locks_exclude_through_timeouts_and_cancels: LOCKS_CALM,
     sessions_that_hold_locks_may_be_ended: LOCKS_ENDED,
     the_server_may_crash_with_session_locks: LOCKS_CRASH,
@@ -140,6 +147,13 @@ canaries! {
     a_client_with_a_wall_clock_is_noticed: WALL_CLOCK,
     a_client_that_never_looks_for_lost_grants_is_noticed: NO_RECONCILE,
     a_client_that_believes_any_notification_is_noticed: BELIEVES_NOTIFICATIONS,
+    a_finish_by_the_key_alone_is_noticed: FINISH_BY_ID,
+    a_rescue_by_run_time_is_noticed: RESCUE_BY_RUN_TIME,
+    a_past_leader_that_resigns_the_present_term_is_noticed: RESIGNS_BY_NAME,
+    a_past_leader_that_is_told_it_goes_on_is_noticed: RENEWS_PAST_LEADERS,
+    a_counter_that_the_dead_leave_raised_is_noticed: COUNTER,
+    permits_taken_from_the_living_are_noticed: TAKES_FROM_THE_LIVING,
+    a_permit_granted_under_an_open_write_is_noticed: PERMIT_UNDER_A_WRITE,
     a_time_out_of_the_sessions_lock_that_is_believed_is_noticed: BELIEVES_TIMEOUTS,
     a_lock_that_excludes_sessions_and_not_tasks_is_noticed: REENTRANT,
     a_release_that_keeps_the_lock_is_noticed: KEEPS_LOCKS,
@@ -289,7 +303,7 @@ fn print(plan: Plan, outcome: &Outcome, report: &Report) {
             println!("      {broken}");
         }
     }
-    if plan.cell.mode == Mode::Try {
+    if matches!(plan.cell.mode, Mode::Try | Mode::Lead) {
         println!(
             "  I3: the unfenced twin lost {} of {} updates",
             report.twin_lost,

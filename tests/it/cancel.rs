@@ -5,6 +5,7 @@
 //! `every_public_async_function_has_a_case` reads the sources and fails when one is missing.
 
 mod cases;
+mod claim_cases;
 mod scene;
 
 use std::collections::BTreeSet;

@@ -12,11 +12,15 @@
 mod advisory;
 mod advisory_transaction;
 mod cancel;
+mod claim;
+mod claim_jobs;
+mod claim_once;
 mod connect;
 mod contract;
 #[path = "../faults/dice.rs"]
 mod dice;
 mod durability;
+mod election;
 mod fence;
 mod inputs;
 mod interleave;
@@ -38,6 +42,7 @@ mod proxy;
 mod prune;
 mod retry;
 mod row;
+mod semaphore;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;

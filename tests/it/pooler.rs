@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use fencepost::claim::{Begun, Claim, Jobs};
 use fencepost::row::RowLock;
 use fencepost::testing::Server;
 use fencepost::{AdvisoryLock, Error, Isolation, Key, Wait, transaction};
@@ -20,6 +21,31 @@ async fn server() -> Server {
     fencepost::migrate(&pool).await.unwrap();
     pool.close().await;
     server
+}
+
+// Also where it is in between twice: begin and claim_next by the owner, complete and once in transactions of ours.
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_work_behind_a_transaction_mode_pooler() {
+    let server = server().await;
+    let Some(pgbouncer) = PgBouncer::before(&server, "transaction", 2, "postgres").await else { return };
+    let pool = PgPoolOptions::new().max_connections(5).connect_lazy_with(pgbouncer.options());
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    assert!(a.is_pooled());
+    for n in 0..5 {
+        let key = format!("o'brien's {n}");
+        let claim = Claim::named(&key).unwrap().kind("o'kind").unwrap().payload(&key).unwrap();
+        let claim = claim.fingerprint(&key);
+        let mut tx = pool.begin().await.unwrap();
+        assert!(Claim::named(&format!("once {n}")).unwrap().once(&mut tx).await.unwrap());
+        assert!(claim.enqueue(&mut tx).await.unwrap());
+        tx.commit().await.unwrap();
+        let attempt = Jobs::of_kind("o'kind").unwrap().claim_next(&a, 3).await.unwrap().remove(0);
+        assert!(matches!(claim.begin(&b).await.unwrap(), Begun::InProgress { .. }));
+        let mut tx = pool.begin().await.unwrap();
+        attempt.complete(&mut tx, &key).await.unwrap();
+        tx.commit().await.unwrap();
+        assert!(matches!(claim.begin(&b).await.unwrap(), Begun::Replay(done) if done == *key));
+    }
 }
 
 // C06: found, and leases work: acquire, refuse, beat, fence, lose, release, shut down.
