@@ -207,6 +207,52 @@ fn row_lock_transfer_loses_no_money() {
     prints("row_lock_transfer", ROW_LOCK_TRANSFER);
 }
 
+const IDEMPOTENT_CHARGE: &str = r#"THE SERVER IS KILLED
+A         charges the card: receipt-order-7
+(system)  kills A before it has written that down
+B         is asked again: A is at it
+database  has not heard from A for its ttl
+B         is asked again: recovers the attempt of A
+B         asks the card company: there is receipt-order-7
+B         completes with receipt-order-7
+C         is asked again: replays "receipt-order-7"
+C         is asked for another amount under the same key: refused, a mismatch (order-7)
+order-7: charged once, paid once
+
+THE SERVER IS PAUSED
+A2        charges the card: receipt-order-8
+(system)  pauses A2 (SIGSTOP)
+database  has not heard from A2 for its ttl
+B2        is asked again: recovers the attempt of A2
+B2        asks the card company: there is receipt-order-8
+B2        completes with receipt-order-8
+(system)  wakes A2 (SIGCONT), which goes on where it was
+A2        is refused: stale fence: "charge/order-8" refused token 3; it has seen token 4
+order-8: charged once, paid once
+"#;
+
+#[test]
+fn idempotent_charge_charges_once() {
+    prints("idempotent_charge", IDEMPOTENT_CHARGE);
+}
+
+const JOB_CLAIMS: &str = "\
+60 jobs; workers take them by 5.
+A         claims mail-01 mail-02 mail-03 mail-04 mail-05
+B         claims mail-06 mail-07 mail-08 mail-09 mail-10
+C         does 50 jobs, 0 of them recovered; A and B live, so theirs are not touched
+(system)  kills A and pauses B
+database  has heard from neither for a ttl
+C         does 10 jobs, 10 of them recovered
+B         wakes up and goes on: 5 of its 5 are refused
+60 effects of 60 jobs: each once
+";
+
+#[test]
+fn job_claims_are_done_once() {
+    prints("job_claims", JOB_CLAIMS);
+}
+
 // A paused worker can notice nothing; it has to go all the same.
 #[test]
 #[cfg(target_os = "linux")]
