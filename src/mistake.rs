@@ -15,6 +15,14 @@ pub(crate) enum Mistake {
     NoReconcile,
     /// Durations are measured with the clock that people set.
     WallClock,
+    /// A wait is for the session's lock itself, and its time-out is taken for a no.
+    BelievesTimeouts,
+    /// Whether tasks of one process exclude each other is left to the server.
+    Reentrant,
+    /// Whoever releases a lock gives its session back as it is.
+    KeepsLocks,
+    /// What a session holds is believed in, and nobody asks whether it is there.
+    NeverProbes,
 }
 
 #[cfg(all(feature = "test-util", unix))]
@@ -31,6 +39,10 @@ impl Mistake {
             "believes-notifications" => Some(Self::BelievesNotifications),
             "no-reconcile" => Some(Self::NoReconcile),
             "wall-clock" => Some(Self::WallClock),
+            "believes-timeouts" => Some(Self::BelievesTimeouts),
+            "reentrant" => Some(Self::Reentrant),
+            "keeps-locks" => Some(Self::KeepsLocks),
+            "never-probes" => Some(Self::NeverProbes),
             _ => None,
         });
         *made == Some(self)

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::{Arg, Call};
 use crate::key::{Key, Mode, Numbers};
+use crate::mistake::Mistake;
 use crate::wait::Wait;
 
 /// What is asked of a lock session at its start. On a standby every lock would be granted, and exclude nobody.
@@ -77,10 +78,14 @@ fn call(numbers: Numbers, text: &'static str) -> Call {
 /// failure does free; once that is held, the session's own is there without a wait, and stays when the
 /// transaction ends with the message.
 pub(crate) fn wait_for_session(numbers: Numbers, mode: Mode, at_most: Duration) -> String {
+    let wait = if Mistake::BelievesTimeouts.is_made() {
+        String::new()
+    } else {
+        format!("SELECT {}; ", function("pg_advisory_xact_lock", numbers, mode))
+    };
     format!(
-        "SET LOCAL lock_timeout = {}; SELECT {}; SELECT {}",
+        "SET LOCAL lock_timeout = {}; {wait}SELECT {}",
         lock_timeout(at_most),
-        function("pg_advisory_xact_lock", numbers, mode),
         function("pg_advisory_lock", numbers, mode)
     )
 }

@@ -408,6 +408,39 @@ pub(crate) const PERMIT_UNDER_A_WRITE: Canary = Canary {
     ),
 };
 
+/// Now and then it was granted all the same: nobody knows of that lock, which is free when its session is closed.
+pub(crate) const BELIEVES_TIMEOUTS: Canary = Canary {
+    mistake: "a wait for the session's lock itself, whose time-out is believed",
+    made_by: "madelson/DistributedLock#147, yugabyte/yugabyte-db#26105",
+    breaks: "I12",
+    cell: &cell::LOCKS_CALM,
+    change: Change::Client("believes-timeouts"),
+};
+
+pub(crate) const REENTRANT: Canary = Canary {
+    mistake: "a session that is shared, and its locks are re-entrant",
+    made_by: "heroku/pg_lock#2, constructorfabric/gears-rust#4237",
+    breaks: "I4",
+    cell: &cell::LOCKS_CALM,
+    change: Change::Client("reentrant"),
+};
+
+pub(crate) const KEEPS_LOCKS: Canary = Canary {
+    mistake: "a session that is given back with its lock",
+    made_by: "npgsql/npgsql#5592, lakekeeper/lakekeeper#1789",
+    breaks: "I11",
+    cell: &cell::LOCKS_CALM,
+    change: Change::Client("keeps-locks"),
+};
+
+pub(crate) const NEVER_PROBES: Canary = Canary {
+    mistake: "a lock whose session nobody looks after",
+    made_by: "JasperFx/wolverine#2602, timescale/prometheus-postgresql-adapter#91",
+    breaks: "I5",
+    cell: &cell::LOCKS_ENDED,
+    change: Change::Client("never-probes"),
+};
+
 impl Canary {
     /// The mistake of the library, by its name there.
     pub(crate) fn of_the_client(&self) -> Option<&'static str> {

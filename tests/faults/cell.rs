@@ -457,3 +457,45 @@ pub(crate) const REPLY_CUT_CLAIMED: Cell = Cell {
     ],
     ..CLAIMING
 };
+
+/// Six tasks in each process contend for three session-level locks.
+const LOCKING: Cell = Cell {
+    mode: Mode::Lock,
+    workers: 4,
+    // So that the trust in a session does not end while the machine is busy.
+    ttl: (10_000, 10_000),
+    pauses: false,
+    needs: &["grants", "refused tries", "timed out acquires", "cancelled acquires"],
+    ..TRYING
+};
+
+pub(crate) const LOCKS_CALM: Cell = Cell {
+    name: "session-level locks, time-outs and cancels",
+    how: "24 tasks try, wait for up to 5 ms, 50 ms or longer, give up; locks are held for a moment, some shared",
+    seconds: 5,
+    calm: true,
+    ..LOCKING
+};
+
+pub(crate) const LOCKS_ENDED: Cell = Cell {
+    name: "lock sessions ended",
+    how: "`pg_terminate_backend` of sessions that hold locks or wait; SIGKILL, SIGSTOP; some hold for seconds",
+    seconds: 8,
+    ttl: (1_000, 1_200),
+    habits: Habits { lingers: true, ..Habits::PLAIN },
+    faults: &[(10, Fault::EndSession(Session::Lock)), (2, Fault::Kill), (2, Fault::Pause)],
+    every: (20, 200),
+    needs: &["grants", "timed out acquires", "losses signalled", "holds told of their loss in time"],
+    ..LOCKING
+};
+
+pub(crate) const LOCKS_CRASH: Cell = Cell {
+    name: "session-level locks, server crash and restart",
+    how: "the same stop as above; every lock is lost, and some hold for seconds",
+    seconds: 6,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["grants", "timed out acquires", "losses signalled"],
+    ..LOCKS_ENDED
+};

@@ -20,6 +20,7 @@ use crate::fault::Fault;
 use crate::fleet::{Fleet, Target};
 use crate::history::{self, now};
 use crate::line;
+use crate::locks::{self, LOCK};
 use crate::stage::{Stage, Way};
 use crate::worker::{Ask, ELECTION, Mode, Place, SEMAPHORE};
 
@@ -101,6 +102,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let kind = match cell.mode {
         Mode::Lead => ELECTION,
         Mode::Permits => SEMAPHORE,
+        Mode::Lock => LOCK,
         _ => "",
     };
     let names: Vec<String> = NAMES.iter().take(count).map(|name| format!("{kind}{name}")).collect();
@@ -143,8 +145,11 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     // A canary may have made a mistake of which nothing heals.
     let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
     let healing = async {
-        let healed =
-            if claiming { claims::heal(&pool, patience).await } else { heal(&pool, &names, patience).await };
+        let healed = match cell.mode {
+            Mode::Claim => claims::heal(&pool, patience).await,
+            Mode::Lock => locks::heal(&pool, &names, patience).await,
+            _ => heal(&pool, &names, patience).await,
+        };
         if line {
             line::quit(&pool).await;
         }
@@ -168,6 +173,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
         failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
         calm: cell.calm,
+        trust: (cell.mode == Mode::Lock).then(|| locks::trust(cell)),
     };
     pool.close().await;
     let processes = fleet.started();

@@ -53,6 +53,8 @@ pub(crate) enum Session {
     Listening,
     Application,
     Fenced,
+    /// One that holds an advisory lock, or waits for one.
+    Lock,
     Any,
 }
 
@@ -78,6 +80,10 @@ impl Session {
             Self::Fenced => (
                 "fenced session ended",
                 "application_name = 'faults worker' AND state LIKE 'idle in transaction%'",
+            ),
+            Self::Lock => (
+                "lock session ended",
+                "application_name LIKE 'fencepost %' AND pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory')",
             ),
             Self::Any => ("session ended", "usename = 'worker'"),
         }

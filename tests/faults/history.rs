@@ -66,6 +66,9 @@ pub(crate) const RECOVERED: &str = "recovered";
 /// What begins the reason of a write that was refused because the lease is lost.
 pub(crate) const REJECTED: &str = "rejected";
 
+/// The reason of the grant of a lock that is held with others.
+pub(crate) const SHARED: &str = "shared";
+
 /// The reason of an acquire whose future was dropped, and what begins that of one whose time was over.
 pub(crate) const CANCELLED: &str = "cancelled";
 pub(crate) const TIMED_OUT: &str = "timed out";

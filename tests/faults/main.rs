@@ -29,6 +29,8 @@ mod history;
 mod line;
 mod line_checker;
 mod link;
+mod lock_checker;
+mod locks;
 #[path = "../support/pgbouncer.rs"]
 #[allow(dead_code, reason = "other suites use another part of it")]
 mod pgbouncer;
@@ -105,6 +107,9 @@ cells! {
     answers_about_claims_may_be_cut: REPLY_CUT_CLAIMED,
     leaders_may_be_paused_killed_and_cut_off: LEADERS,
     permits_may_be_paused_killed_and_cut_off: PERMITS,
+    session_locks_exclude_through_timeouts_and_cancels: LOCKS_CALM,
+    sessions_that_hold_locks_may_be_ended: LOCKS_ENDED,
+    the_server_may_crash_with_session_locks: LOCKS_CRASH,
 }
 
 /// A test for each canary, and the list of all.
@@ -149,6 +154,10 @@ canaries! {
     a_counter_that_the_dead_leave_raised_is_noticed: COUNTER,
     permits_taken_from_the_living_are_noticed: TAKES_FROM_THE_LIVING,
     a_permit_granted_under_an_open_write_is_noticed: PERMIT_UNDER_A_WRITE,
+    a_time_out_of_the_sessions_lock_that_is_believed_is_noticed: BELIEVES_TIMEOUTS,
+    a_lock_that_excludes_sessions_and_not_tasks_is_noticed: REENTRANT,
+    a_release_that_keeps_the_lock_is_noticed: KEEPS_LOCKS,
+    a_lock_that_nobody_looks_after_is_noticed: NEVER_PROBES,
 }
 
 /// The entry point of worker processes. Started as a test, it checks that the controller would find it.

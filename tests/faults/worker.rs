@@ -15,6 +15,7 @@
 
 mod claiming;
 mod leading;
+mod locking;
 mod permits;
 mod trying;
 mod waiting;
@@ -40,6 +41,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::dice::Dice;
 use crate::history::{Kind, Phase, REJECTED, Record, Writer, now};
+use crate::locks::LOCK;
 
 /// The variable that carries the orders.
 pub(crate) const VARIABLE: &str = "FENCEPOST_FAULTS_WORKER";
@@ -87,6 +89,8 @@ pub(crate) struct Habits {
     pub(crate) impatient: bool,
     /// Has a wall clock that somebody sets.
     pub(crate) false_clock: bool,
+    /// Holds some of its locks for seconds.
+    pub(crate) lingers: bool,
 }
 
 impl Habits {
@@ -99,6 +103,7 @@ impl Habits {
         dozes: false,
         impatient: false,
         false_clock: false,
+        lingers: false,
     };
 }
 
@@ -122,6 +127,8 @@ pub(crate) enum Mode {
     Lead,
     /// Takes permits of semaphores and gives them back, until told to end.
     Permits,
+    /// Contends for session-level locks, with several tasks, until told to end.
+    Lock,
     /// Takes each name once, when it is free, writes, and ends.
     Once,
 }
@@ -221,8 +228,10 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         Mode::Claim => claiming::work(Rc::clone(&worker)).await,
         Mode::Lead => leading::work(&worker).await,
         Mode::Permits => permits::work(&worker).await,
+        Mode::Lock => locking::work(Rc::clone(&worker)).await,
         Mode::Once if leading::is_election(&worker.orders.names[0]) => leading::once(&worker).await,
         Mode::Once if permits::is_semaphore(&worker.orders.names[0]) => permits::once(&worker).await,
+        Mode::Once if worker.orders.names[0].starts_with(LOCK) => locking::once(&worker).await,
         Mode::Once => {
             for name in &worker.orders.names {
                 let take = async {

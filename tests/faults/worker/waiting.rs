@@ -34,14 +34,29 @@ enum Patience {
     Polls(u32),
 }
 
-/// All tasks, until told to end. Every other process then stops its owner in the midst of it; the others let
-/// their tasks come to their ends, look what the database still has of them, and stop after that.
 pub(super) async fn work(worker: Rc<Worker>) {
+    in_tasks(worker, |worker| async move { worker.queue_again_and_again().await }, TASKS, MINE).await;
+}
+
+/// What the database has of the living owner with this label.
+const MINE: &str = "\
+    WITH mine AS (SELECT id FROM fencepost.owners WHERE label = $1 AND expires_at > clock_timestamp()) \
+    SELECT 'a ticket for ' || w.name FROM fencepost.waiters w JOIN mine ON mine.id = w.owner \
+    UNION ALL SELECT 'a held ' || l.name || ', token ' || l.token FROM fencepost.leases l \
+      JOIN mine ON mine.id = l.owner WHERE l.released_at IS NULL";
+
+/// All tasks, until told to end. Every other process then stops its owner in the midst of it; the others let
+/// their tasks come to their ends, look what the database still has of `mine`, and stop after that.
+pub(super) async fn in_tasks<F: Future<Output = ()> + 'static>(
+    worker: Rc<Worker>,
+    task: impl Fn(Rc<Worker>) -> F,
+    count: usize,
+    mine: &'static str,
+) {
     let mut tasks = JoinSet::new();
     let local = LocalSet::new();
-    for _ in 0..TASKS {
-        let worker = Rc::clone(&worker);
-        tasks.spawn_local_on(async move { worker.queue_again_and_again().await }, &local);
+    for _ in 0..count {
+        tasks.spawn_local_on(task(Rc::clone(&worker)), &local);
     }
     let rest = async {
         let mut quitting = worker.quitting.clone();
@@ -57,7 +72,7 @@ pub(super) async fn work(worker: Rc<Worker>) {
         if timeout(ENDS_WITHIN, ended).await.is_err() {
             worker.at_rest(&["acquires that do not end".to_owned()]);
         } else if worker.orders.process % 2 == 0 {
-            worker.rest().await;
+            worker.rest(mine).await;
         }
     };
     local.run_until(rest).await;
@@ -165,21 +180,16 @@ impl Worker {
     }
 
     /// From here on nobody relies on it, though the owner may take a moment to say so.
-    fn is_stopped(&self, token: i64, name: &str) {
+    pub(super) fn is_stopped(&self, token: i64, name: &str) {
         let end = self.record(self.next_op(), Kind::End, Phase::Invoke, name);
         self.history.write(&end.token(token).why("stop"));
     }
 
     /// Nobody here waits or holds any more, and the owner beats on: the database shall soon have nothing of it.
-    async fn rest(&self) {
-        const MINE: &str = "\
-            WITH mine AS (SELECT id FROM fencepost.owners WHERE label = $1 AND expires_at > clock_timestamp()) \
-            SELECT 'a ticket for ' || w.name FROM fencepost.waiters w JOIN mine ON mine.id = w.owner \
-            UNION ALL SELECT 'a held ' || l.name || ', token ' || l.token FROM fencepost.leases l \
-              JOIN mine ON mine.id = l.owner WHERE l.released_at IS NULL";
+    async fn rest(&self, mine: &'static str) {
         let label = self.owner.label().to_owned();
         let look = async || -> Vec<String> {
-            sqlx::query_scalar(MINE).bind(&label).fetch_all(&self.pool).await.unwrap()
+            sqlx::query_scalar(mine).bind(&label).fetch_all(&self.pool).await.unwrap()
         };
         let clean = async {
             while !look().await.is_empty() {
@@ -201,7 +211,7 @@ impl Worker {
 }
 
 /// Polls the future at most so often, whenever it asks to be polled, and drops it then.
-async fn after_polls<T>(polls: u32, future: impl Future<Output = T>) -> Option<T> {
+pub(super) async fn after_polls<T>(polls: u32, future: impl Future<Output = T>) -> Option<T> {
     let mut future = pin!(future);
     let mut left = polls;
     poll_fn(move |cx| {
