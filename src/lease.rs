@@ -31,10 +31,13 @@ use tokio::sync::watch;
 use crate::error::{Error, Result};
 use crate::name::LockName;
 use crate::owner::Owner;
+use crate::owner::life::Life;
 use crate::token::FencingToken;
 use crate::wait::Wait;
 
+pub(crate) use attempt::is_owner_dead;
 pub use held::HeldLease;
+pub(crate) use held::give_up;
 
 /// A named lock with a fencing token; the definition: cheap, no connection, clone it as you like.
 ///
@@ -119,6 +122,16 @@ impl Lease {
     /// [`Error::Misuse`] for a name that [`LockName::new`] refuses.
     pub fn named(name: &str) -> Result<Self> {
         Ok(Self { name: LockName::new(name)?, at_most: None, metadata: None, grace: None })
+    }
+
+    /// The lease of this name, which nobody chose: a partition's.
+    pub(crate) fn of(name: LockName) -> Self {
+        Self { name, at_most: None, metadata: None, grace: None }
+    }
+
+    /// Asks once, on the owner's thread, under this life and no other.
+    pub(crate) async fn attempt_under(&self, owner: &Owner, life: &Arc<Life>) -> Result<Attempt> {
+        attempt::once(owner, self, life).await
     }
 
     /// Caps the hold: it ends after this long even if its owner goes on beating. From 1 ms to

@@ -26,6 +26,7 @@
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
+//! - [`Group`], [`Member`] and [`Partition`]: members share out partitions, and each has one writer.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.
 //! - [`Error`]: one type for all that can go wrong.
@@ -50,6 +51,7 @@ mod lease;
 mod mistake;
 mod name;
 mod owner;
+mod partition;
 mod pooler;
 mod prune;
 mod retry;
@@ -63,6 +65,7 @@ pub use lease::{Attempt, HeldLease, Holder, Lease};
 pub use migrate::migrate;
 pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
+pub use partition::{Change, Group, Member, Partition};
 pub use prune::{Pruned, prune};
 pub use retry::{Isolation, Work, transaction};
 pub use token::{FencingToken, Grant, GrantId};

@@ -13,6 +13,8 @@ pub(crate) enum Mistake {
     BelievesNotifications,
     /// What the database holds for this process is never compared with what the process knows.
     NoReconcile,
+    /// A member gives up a partition whenever another one has fewer.
+    LargerThanMine,
     /// Durations are measured with the clock that people set.
     WallClock,
 }
@@ -30,6 +32,7 @@ impl Mistake {
             "counts-from-answer" => Some(Self::CountsFromAnswer),
             "believes-notifications" => Some(Self::BelievesNotifications),
             "no-reconcile" => Some(Self::NoReconcile),
+            "larger-than-mine" => Some(Self::LargerThanMine),
             "wall-clock" => Some(Self::WallClock),
             _ => None,
         });

@@ -25,6 +25,11 @@ impl LockName {
         Ok(Self(name.into()))
     }
 
+    /// A name that the database has: also one of a partition, which has a tab in it.
+    pub(crate) fn listed(name: &str) -> Self {
+        Self(name.into())
+    }
+
     /// The name as text.
     #[must_use]
     pub fn as_str(&self) -> &str {

@@ -21,6 +21,7 @@ mod reconcile;
 pub(crate) mod session;
 pub(crate) mod wakes;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
@@ -33,6 +34,7 @@ use tokio::time::timeout;
 
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
+use crate::name::LockName;
 use crate::owner::heartbeat::Beginning;
 use crate::owner::life::{Grants, Life, Stage, enter};
 use crate::owner::session::Statements;
@@ -98,6 +100,8 @@ pub(crate) struct Shared {
     pub(crate) statements: Statements,
     pub(crate) grants: Grants,
     pub(crate) wakes: Wakes,
+    /// The groups of which it is a member; a sender is gone when it has left.
+    pub(crate) groups: Mutex<HashMap<LockName, watch::Receiver<bool>>>,
     stage: watch::Sender<Stage>,
     runtime: Handle,
     beat_now: Notify,
@@ -306,7 +310,7 @@ fn default_label() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| std::env::var("HOSTNAME"));
     let host = host.as_deref().map_or("?", str::trim);
     let mut label = format!("{program}@{host}:{}", std::process::id()).replace(char::is_control, "?");
-    label.truncate(label.floor_char_boundary(crate::name::LockName::MAX_BYTES));
+    label.truncate(label.floor_char_boundary(LockName::MAX_BYTES));
     label
 }
 

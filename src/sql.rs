@@ -48,6 +48,11 @@ pub(crate) const HAND_OVER: &str =
 /// would serialise all such commits of the database.
 pub(crate) const NOTIFY: &str = "SELECT pg_catalog.pg_notify($1::text, $2::text)";
 
+pub(crate) const MEMBER_ROUND: &str = "SELECT settled, \"position\", held, free \
+     FROM fencepost.member_round($1::text, $2::bigint::integer, $3::uuid, $4::bigint::integer)";
+
+pub(crate) const MEMBER_LEAVE: &str = "SELECT fencepost.member_leave($1::text, $2::uuid)";
+
 pub(crate) const PRUNE: &str =
     "SELECT owners, leases FROM fencepost.prune($1::bigint * interval '1 microsecond')";
 

@@ -20,6 +20,8 @@ const LAYERS: &[&[&str]] = &[
     &["row"],
     // What a table holds.
     &["fence", "lease", "prune"],
+    // Compositions.
+    &["partition"],
     // For people.
     &["testing"],
 ];

@@ -210,6 +210,11 @@ impl HeldLease {
         }
     }
 
+    /// What is held, for whoever may have to end it for its holder.
+    pub(crate) fn handle(&self) -> Arc<Held> {
+        Arc::clone(&self.held)
+    }
+
     /// Says it if it is known to be lost.
     pub(super) fn check_lost(&self) -> Result<()> {
         match self.held.loss() {
@@ -251,6 +256,12 @@ impl fmt::Debug for HeldLease {
             .field("remaining", &self.remaining())
             .finish_non_exhaustive()
     }
+}
+
+/// Ends the hold for whoever holds it; runs on the owner's thread.
+pub(crate) async fn give_up(shared: Arc<Shared>, held: Arc<Held>) {
+    held.lose(LossReason::Released);
+    drop(release(shared, held).await);
 }
 
 /// Runs on the owner's thread.

@@ -106,6 +106,7 @@ async fn begin(
         statements: Statements::new(source, calling),
         grants: Grants::default(),
         wakes: Wakes::default(),
+        groups: std::sync::Mutex::default(),
         stage: watch::Sender::new(Stage::Starting(LossReason::Stopped)),
         runtime: tokio::runtime::Handle::current(),
         beat_now: Notify::new(),

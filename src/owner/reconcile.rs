@@ -63,7 +63,7 @@ async fn once(shared: &Arc<Shared>, life: &Life) -> Result<()> {
             name,
             "fencepost: giving back a grant or a ticket that nobody here knows"
         );
-        shared.give_back(&LockName::new(&name)?, id).await?;
+        shared.give_back(&LockName::listed(&name), id).await?;
     }
     for held in shared.grants.held_before(life, asked) {
         if !listed.contains(&held.grant.id) {

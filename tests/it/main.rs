@@ -23,6 +23,7 @@ mod mangle;
 mod mangled;
 mod migrate;
 mod owner;
+mod partition;
 #[path = "../support/pgbouncer.rs"]
 #[allow(dead_code, reason = "the fault suite uses another part of it")]
 mod pgbouncer;
