@@ -15,6 +15,8 @@ pub(crate) enum Mistake {
     NoReconcile,
     /// A member gives up a partition whenever another one has fewer.
     LargerThanMine,
+    /// A partition that is released at the end of its drain is believed in.
+    KeepsRevoked,
     /// Durations are measured with the clock that people set.
     WallClock,
 }
@@ -33,6 +35,7 @@ impl Mistake {
             "believes-notifications" => Some(Self::BelievesNotifications),
             "no-reconcile" => Some(Self::NoReconcile),
             "larger-than-mine" => Some(Self::LargerThanMine),
+            "keeps-revoked" => Some(Self::KeepsRevoked),
             "wall-clock" => Some(Self::WallClock),
             _ => None,
         });

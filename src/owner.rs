@@ -100,13 +100,22 @@ pub(crate) struct Shared {
     pub(crate) statements: Statements,
     pub(crate) grants: Grants,
     pub(crate) wakes: Wakes,
-    /// The groups of which it is a member; a sender is gone when it has left.
-    pub(crate) groups: Mutex<HashMap<LockName, watch::Receiver<bool>>>,
+    /// The groups of which it is a member, or was.
+    pub(crate) groups: Mutex<HashMap<LockName, Enrolled>>,
     stage: watch::Sender<Stage>,
     runtime: Handle,
     beat_now: Notify,
     stop: watch::Sender<bool>,
     myself: Weak<Self>,
+}
+
+/// A membership, by the two ends of channels that tell of its end.
+#[derive(Clone, Debug)]
+pub(crate) struct Enrolled {
+    /// Its sender is gone when nobody wants the membership any more.
+    pub(crate) wanted: watch::Receiver<()>,
+    /// Its sender is gone when it is over.
+    pub(crate) over: watch::Receiver<()>,
 }
 
 /// How an owner is made; from [`Owner::builder`].

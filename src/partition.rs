@@ -30,6 +30,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
 use crate::lease::HeldLease;
+use crate::mistake::Mistake;
 use crate::name::LockName;
 use crate::owner::Owner;
 use crate::token::FencingToken;
@@ -224,12 +225,11 @@ impl Group {
     /// # Database
     /// One statement on the owner's connections.
     pub async fn join(&self, owner: &Owner) -> Result<Member> {
-        let leaving = member::enrol(owner, &self.name).await?;
-        let (wanted, watching) = watch::channel(());
+        let (wanted, over) = member::enrol(owner, &self.name).await?;
         let (tell, changes) = mpsc::unbounded_channel();
         let (join, joined) = oneshot::channel();
         let (leave, left) = oneshot::channel();
-        let member = member::serve(owner.clone(), self.clone(), watching, tell, join, leave, leaving);
+        let member = member::serve(owner.clone(), self.clone(), wanted.subscribe(), tell, join, leave, over);
         owner.shared().run_unattended(member);
         joined.await.unwrap_or(Err(Error::Stopped))?;
         Ok(Member { group: self.clone(), changes, wanted, left })
@@ -297,10 +297,18 @@ impl Partition {
         self.held.token()
     }
 
-    /// Whether it is certainly held now; as [`HeldLease::is_held`].
+    /// Whether it is certainly held now: as [`HeldLease::is_held`], and not beyond the end of a drain.
     #[must_use]
     pub fn is_held(&self) -> bool {
-        self.held.is_held()
+        self.held.is_held() && self.deadline().is_none_or(|deadline| !deadline.has_passed())
+    }
+
+    /// How long it is certainly held if nothing more is heard, nor revoked: as [`HeldLease::remaining`], and not beyond the
+    /// end of a drain.
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        let remaining = self.held.remaining();
+        self.deadline().map_or(remaining, |deadline| remaining.min(deadline.remaining()))
     }
 
     /// Resolves when it is revoked (or lost), with what is left to finish in.
@@ -358,6 +366,11 @@ impl Partition {
     /// Once polled it is released, also when the future is dropped.
     pub async fn release(self) -> Result<bool> {
         self.held.release().await
+    }
+
+    /// When it will be released in any case.
+    fn deadline(&self) -> Option<Moment> {
+        if Mistake::KeepsRevoked.is_made() { None } else { *self.revoked.borrow() }
     }
 }
 

@@ -9,6 +9,7 @@ use sqlx::{PgPool, Row as _};
 
 use crate::error::{Error, LossReason, Result};
 use crate::fence;
+use crate::mistake::Mistake;
 use crate::name::LockName;
 use crate::owner::life::Held;
 use crate::owner::{Owner, Shared};
@@ -260,7 +261,9 @@ impl fmt::Debug for HeldLease {
 
 /// Ends the hold for whoever holds it; runs on the owner's thread.
 pub(crate) async fn give_up(shared: Arc<Shared>, held: Arc<Held>) {
-    held.lose(LossReason::Released);
+    if !Mistake::KeepsRevoked.is_made() {
+        held.lose(LossReason::Released);
+    }
     drop(release(shared, held).await);
 }
 

@@ -22,38 +22,40 @@ use crate::error::{Error, Result};
 use crate::lease::{self, Attempt, Lease};
 use crate::mistake::Mistake;
 use crate::name::LockName;
-use crate::owner::Owner;
 use crate::owner::life::{Held, Life};
+use crate::owner::{Enrolled, Owner};
 use crate::sql::{self, Arg, Call};
 use crate::wait::jittered;
 
 /// The longest time between two rounds.
 const SELDOM: Duration = Duration::from_secs(5);
 
-/// Enters the group into the list of those that the owner is a member of; the entry lives as long as what is returned,
-/// which says whether it is being left. Waits for that.
-pub(super) async fn enrol(owner: &Owner, name: &LockName) -> Result<watch::Sender<bool>> {
+/// Enters the group into the list of those that the owner is a member of. The first sender is the membership's, and is
+/// dropped when nobody wants it any more, the second one when it is over. An earlier one that is ending is waited for.
+pub(super) async fn enrol(owner: &Owner, name: &LockName) -> Result<(watch::Sender<()>, watch::Sender<()>)> {
+    let is_there = |sender: &watch::Receiver<()>| sender.has_changed().is_ok();
     loop {
         let mut before = {
             let mut groups = owner.shared().groups.lock().unwrap_or_else(PoisonError::into_inner);
             match groups.get(name) {
-                // Its sender is there.
-                Some(before) if before.has_changed().is_ok() => before.clone(),
+                Some(before) if is_there(&before.over) => before.clone(),
                 _ => {
-                    let (leaving, entry) = watch::channel(false);
-                    groups.insert(name.clone(), entry);
-                    return Ok(leaving);
+                    let ((want, wanted), (end, over)) = (watch::channel(()), watch::channel(()));
+                    groups.insert(name.clone(), Enrolled { wanted, over });
+                    return Ok((want, end));
                 }
             }
         };
-        if !*before.borrow() {
+        if is_there(&before.wanted) {
             return Err(Error::misuse(format!("this owner is a member of group \"{name}\" already")));
         }
-        while before.changed().await.is_ok() {}
+        // Nothing is ever sent: until the sender is gone.
+        _ = before.over.changed().await;
     }
 }
 
-/// From joining to having left. `join` hears of the first round, `leave` of the end.
+/// From joining to having left. `join` hears of the first round, `leave` of the end, and so does whoever waits for
+/// `over`.
 pub(super) async fn serve(
     owner: Owner,
     group: Group,
@@ -61,12 +63,11 @@ pub(super) async fn serve(
     tell: mpsc::UnboundedSender<Result<Change>>,
     join: oneshot::Sender<Result<()>>,
     leave: oneshot::Sender<Result<()>>,
-    leaving: watch::Sender<bool>,
+    over: watch::Sender<()>,
 ) {
     let mut rounds = Rounds { owner, group, life: None, assigned: BTreeMap::new(), tell };
     let mut join = Some(join);
     let ended = rounds.go(&mut wanted, &mut join).await;
-    leaving.send_replace(true);
     if let Err(error) = ended {
         tracing::debug!(group = %rounds.group.name, %error, "fencepost: not a member any more");
         // Whoever is not there any more need not hear it.
@@ -76,6 +77,7 @@ pub(super) async fn serve(
         }
     }
     rounds.leave(leave).await;
+    drop(over);
 }
 
 /// What a member has.

@@ -19,8 +19,9 @@ use crate::fault::Fault;
 use crate::fleet::{Fleet, Target};
 use crate::history::{self, now};
 use crate::line;
+use crate::sharing::Shared;
 use crate::stage::{Stage, Way};
-use crate::worker::{Ask, Mode, Place};
+use crate::worker::{Ask, Mode, Place, sharing};
 
 /// The longest that anything here may take, on a slow machine too. Not a measurement.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
@@ -83,6 +84,8 @@ pub(crate) struct Outcome {
     /// What was left behind.
     pub(crate) left: Vec<String>,
     pub(crate) processes: i32,
+    /// How partitions were shared out in the end, where there were any.
+    pub(crate) shared: Option<Shared>,
     /// Where the histories are.
     pub(crate) folder: PathBuf,
 }
@@ -93,7 +96,10 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let stage = Arc::new(Stage::set(cell.setting, cell.workers).await?);
     let pool = stage.pool();
     let count = if cell.mode == Mode::Wait { NAMES.len() } else { 3 };
-    let names: Vec<String> = NAMES.iter().take(count).map(|name| (*name).to_owned()).collect();
+    let names: Vec<String> = match cell.mode {
+        Mode::Share => sharing::names(),
+        _ => NAMES.iter().take(count).map(|name| (*name).to_owned()).collect(),
+    };
     sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
     for fill in
         ["INSERT INTO counter SELECT unnest($1::text[]), 0", "INSERT INTO twin SELECT unnest($1::text[]), 0"]
@@ -129,14 +135,19 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     // A canary may have made a mistake of which nothing heals.
     let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
     let healing = async {
-        let healed = heal(&pool, &names, patience).await;
+        let (healed, shared) = if cell.mode == Mode::Share {
+            let shared = crate::sharing::watch(&pool, patience).await;
+            (shared.even.as_ref().map(|(_, took)| *took), Some(shared))
+        } else {
+            (heal(&pool, &names, patience).await, None)
+        };
         if line {
             line::quit(&pool).await;
         }
         let failed = fleet.finish().await;
-        (healed, failed, fleet.once_more().await)
+        (healed, shared, failed, fleet.once_more().await)
     };
-    let (healed, failed, taken_once_more) = tokio::select! {
+    let (healed, shared, failed, taken_once_more) = tokio::select! {
         healing = healing => healing,
         () = answering => unreachable!("the fleet keeps its sender"),
     };
@@ -155,7 +166,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     };
     pool.close().await;
     let processes = fleet.started();
-    Ok(Outcome { facts, faults, healed, taken_once_more, failed, left, processes, folder })
+    Ok(Outcome { facts, faults, healed, taken_once_more, failed, left, processes, shared, folder })
 }
 
 /// Faults, beside each other, until the time is over and all are awake and reachable again.

@@ -19,7 +19,7 @@ use crate::timeline;
 pub(crate) const RESULT: &str = "FENCEPOST_FAULTS_RESULT";
 
 /// The columns. I3 is the twin; I6 to I10 are of other capabilities.
-const INVARIANTS: [&str; 7] = ["I1", "I2", "I4", "I5", "I11", "I12", "I13"];
+const INVARIANTS: [&str; 8] = ["I1", "I2", "I4", "I5", "I9", "I11", "I12", "I13"];
 
 /// What a run came to.
 #[derive(Clone, Debug, Serialize, Deserialize)]

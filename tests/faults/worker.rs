@@ -13,6 +13,7 @@
 //!
 //! What else it does, or does wrong, is in its [`Habits`].
 
+pub(crate) mod sharing;
 mod trying;
 mod waiting;
 
@@ -110,6 +111,8 @@ pub(crate) enum Mode {
     Try,
     /// Waits in line, with several tasks, until told to end.
     Wait,
+    /// Is a member of a group, and writes for the partitions that it is assigned, until told to end.
+    Share,
     /// Takes each name once, when it is free, writes, and ends.
     Once,
 }
@@ -202,6 +205,8 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
     });
     match worker.orders.mode {
         Mode::Wait => waiting::work(Rc::clone(&worker)).await,
+        Mode::Share => sharing::work(Rc::clone(&worker)).await,
+        Mode::Once if sharing::are_partitions(&worker.orders.names) => sharing::once(&worker).await,
         Mode::Once => {
             for name in &worker.orders.names {
                 let take = async {
@@ -303,9 +308,13 @@ impl Worker {
 
     /// Does the process believe that it holds? Asked between two instants.
     fn look(&self, held: &HeldLease) -> bool {
+        self.look_as(held, || (held.is_held(), held.remaining()))
+    }
+
+    fn look_as(&self, held: &HeldLease, say: impl FnOnce() -> (bool, Duration)) -> bool {
         let before = now();
-        let answer = held.is_held();
-        let remaining = i64::try_from(held.remaining().as_nanos()).unwrap();
+        let (answer, remaining) = say();
+        let remaining = i64::try_from(remaining.as_nanos()).unwrap();
         let until = Some(now());
         let phase = if answer { Phase::Ok } else { Phase::Fail };
         let record = self.record(self.next_op(), Kind::Believe, phase, held.name().as_str());

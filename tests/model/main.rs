@@ -11,6 +11,7 @@
 //! |---|---|
 //! | `lease` | owners, grants, fences; retries and reconcile; failover |
 //! | `line` | waiters: tickets, hand-over, wake-ups, giving up |
+//! | `partition` | members that share out partitions: joining, draining, leaving, dying |
 //!
 //! `FENCEPOST_MODEL_CLIENTS=3 cargo test --release --test model` explores with three clients instead of two.
 //! `cargo test --test model -- --nocapture` shows the figures and all counterexamples.
@@ -37,6 +38,7 @@ macro_rules! mutants {
 mod explore;
 mod lease;
 mod line;
+mod partition;
 
 use crate::explore::{Model, Trace, explore};
 
