@@ -11,6 +11,7 @@
 #[path = "support/serial_queue.rs"]
 mod serial_queue;
 #[path = "support/worker.rs"]
+#[allow(dead_code, reason = "other examples use another part of it")]
 mod worker;
 
 use std::time::Duration;

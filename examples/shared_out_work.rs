@@ -9,6 +9,7 @@
 //! if one is not true. Each writes for its partitions all the time; the register shows who wrote what.
 
 #[path = "support/worker.rs"]
+#[allow(dead_code, reason = "other examples use another part of it")]
 mod worker;
 
 use std::io::BufRead as _;

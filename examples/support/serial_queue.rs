@@ -11,13 +11,13 @@
 use fencepost::{Error, FencingToken, HeldLease, Lease, Owner};
 use sqlx::{PgPool, Row as _};
 
-pub(crate) const TABLE: &str = "\
-    CREATE TABLE item ( \
-        id      bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, \
-        key     text   NOT NULL, \
-        body    text   NOT NULL, \
-        attempt bigint,  -- the token of the latest attempt \
-        done    bigint); -- the token of the attempt that did it \
+pub(crate) const TABLE: &str = "
+    CREATE TABLE item (
+        id      bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        key     text   NOT NULL,
+        body    text   NOT NULL,
+        attempt bigint,  -- the token of the latest attempt
+        done    bigint); -- the token of the attempt that did it
     CREATE INDEX item_next ON item (key, id) WHERE done IS NULL";
 
 /// An item that is ours to work on.

@@ -133,11 +133,11 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     };
     let pool = stage.pool();
     // A canary may have made a mistake of which nothing heals.
-    let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
+    let patience = if plan.canary.is_some() { Duration::from_secs(4) } else { DEADLINE };
     let healing = async {
         let (healed, shared) = if cell.mode == Mode::Share {
             let shared = crate::sharing::watch(&pool, patience).await;
-            (shared.even.as_ref().map(|(_, took)| *took), Some(shared))
+            (shared.even, Some(shared))
         } else {
             (heal(&pool, &names, patience).await, None)
         };

@@ -35,52 +35,57 @@ impl Look {
 /// How it ended.
 #[derive(Clone, Debug)]
 pub(crate) struct Shared {
-    /// The first look, after the last fault, that was even; and how long that took.
-    pub(crate) even: Option<(Look, Duration)>,
-    /// The one after a quiet time, in which no member came or went. None: they never stopped.
-    pub(crate) later: Option<Look>,
-    /// The last of all, if none was even.
+    /// How long after the last fault it was even.
+    pub(crate) even: Option<Duration>,
+    /// The first and the last look of a quiet time, in which no member came or went: the first one in which nothing moved,
+    /// or the second one (when the first began, something may have been draining). None: they never stopped.
+    pub(crate) quiet: Option<(Look, Look)>,
+    /// The last look, for the report of what is broken.
     pub(crate) last: Option<Look>,
 }
 
 impl Shared {
     pub(crate) fn judge(&self, report: &mut Report) {
         report.judged("I9");
-        let Some((even, _)) = &self.even else {
+        if self.even.is_none() {
             return report.break_rule("I9", format!("not shared out evenly: {:?}", self.last));
-        };
+        }
         report.judged("I9");
-        match &self.later {
-            None => report.break_rule("I9", "members come and go without a fault".to_owned()),
-            Some(later) if !later.is_even() || later.tokens != even.tokens => {
-                report.break_rule("I9", format!("it moved though it was even: {even:?}, then {later:?}"));
+        match &self.quiet {
+            None => report.break_rule("I9", format!("it does not come to rest: {:?}", self.last)),
+            Some((first, last)) if first != last => {
+                report.break_rule("I9", format!("it moves though it is even: {first:?}, then {last:?}"));
             }
             Some(_) => {}
         }
     }
 }
 
-/// Looks until it is even, and once more after a quiet time; again if a member came or went meanwhile.
+/// Looks until it is even, and again after a quiet time, until nothing has moved.
 pub(crate) async fn watch(pool: &PgPool, patience: Duration) -> Shared {
     let began = now();
-    let (mut first, mut last) = (None, None);
+    let (mut even, mut last) = (None, None);
     let looking = async {
+        let mut moved = 0;
         loop {
-            let look = look(pool).await;
-            if look.is_even() {
-                first = Some((look.clone(), Duration::from_nanos(now() - began)));
+            let first = look(pool).await;
+            if first.is_even() {
+                even.get_or_insert(Duration::from_nanos(now() - began));
                 sleep(QUIET).await;
-                let later = self::look(pool).await;
-                if later.members.keys().eq(look.members.keys()) {
-                    return later;
+                let later = look(pool).await;
+                if later.members.keys().eq(first.members.keys()) {
+                    if later == first || moved == 1 {
+                        return (first, later);
+                    }
+                    moved += 1;
                 }
             }
-            last = Some(look);
+            last = Some(first);
             sleep(Duration::from_millis(5)).await;
         }
     };
-    let later = timeout(patience, looking).await.ok();
-    Shared { even: first, later, last }
+    let quiet = timeout(patience, looking).await.ok();
+    Shared { even, quiet, last }
 }
 
 async fn look(pool: &PgPool) -> Look {
@@ -108,8 +113,9 @@ mod tests {
         Look { members, tokens: (0..all).map(|n| (n.to_string(), tokens + i64::from(n))).collect() }
     }
 
-    fn broken(even: Option<Look>, later: Option<Look>) -> usize {
-        let shared = Shared { even: even.map(|even| (even, Duration::ZERO)), later, last: None };
+    fn broken(first: Option<Look>, last: Option<Look>) -> usize {
+        let even = first.as_ref().map(|_| Duration::ZERO);
+        let shared = Shared { even, quiet: first.zip(last), last: None };
         let mut report = Report::default();
         shared.judge(&mut report);
         report.broken("I9").len()

@@ -35,8 +35,11 @@ mod protect;
 #[allow(dead_code, reason = "the fault suite uses another part of it")]
 mod proxy;
 mod prune;
+#[path = "../../examples/support/serial_queue.rs"]
+mod queue;
 mod retry;
 mod row;
+mod serial_queue;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;

@@ -303,7 +303,8 @@ async fn public_can_call_nothing_and_every_function_sets_its_search_path() {
         assert!(!row.get::<bool, _>("public"), "{name}");
         assert!(
             row.get::<String, _>("volatile") == "v"
-                || ["parts", "version", "wake_channel"].contains(&name.as_str()),
+                || ["partition_for", "partition_lease", "parts", "version", "wake_channel"]
+                    .contains(&name.as_str()),
             "{name}"
         );
     }

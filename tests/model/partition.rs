@@ -17,6 +17,7 @@
 //! | living | nobody takes what a living member has |
 //! | drain | nobody takes a partition on which another member's work goes on |
 //! | still | when everything is shared out evenly, who sees that moves nothing |
+//! | few | who sees how things stand gives up no more than has to move |
 //! | never stuck | everything can be shared out evenly among the living |
 //!
 //! | abstracted away | why that is enough |
@@ -33,8 +34,8 @@ use crate::letter;
 mutants! {
     /// A member gives one up whenever another has fewer (C39).
     LargerThanMine,
-    /// The larger shares are those of the members that came first, wherever the partitions are.
-    SharesByArrival,
+    /// The larger shares are those of certain members, wherever the partitions are.
+    SharesByName,
     /// Members that are dead have their shares (C38).
     CountsTheDead,
     /// A member counts those that it saw when it came (C38).
@@ -50,7 +51,8 @@ mutants! {
 impl Mutant {
     fn breaks(self) -> &'static str {
         match self {
-            Self::LargerThanMine | Self::SharesByArrival => STILL,
+            Self::LargerThanMine => STILL,
+            Self::SharesByName => FEW,
             Self::CountsTheDead | Self::OwnView | Self::NoDeadline => Sharing::NEVER_STUCK,
             Self::TakesFromTheLiving => LIVING,
             Self::NoDrain => DRAIN,
@@ -60,6 +62,7 @@ impl Mutant {
 
 const LIVING: &str = "nobody takes what a living member has";
 const DRAIN: &str = "nobody takes a partition on which another member's work goes on";
+const FEW: &str = "who sees how things stand gives up no more than has to move";
 const STILL: &str = "when everything is shared out evenly, who sees that moves nothing";
 
 /// The most members.
@@ -191,7 +194,7 @@ impl Sharing {
         let counted = || view.held.iter().zip(0..).filter_map(|(held, other)| Some(((*held)?, other)));
         let own = view.held[usize::from(member)].unwrap_or(0);
         let before = counted().filter(|(held, other): &(u8, u8)| {
-            if self.is(Mutant::SharesByArrival) {
+            if self.is(Mutant::SharesByName) {
                 *other < member
             } else {
                 *held > own || (*held == own && *other < member)
@@ -226,6 +229,19 @@ impl Sharing {
         }
     }
 
+    /// How many have to be given up at least: with the largest shares where the most are.
+    fn fewest(&self, state: &State) -> usize {
+        let kept =
+            |member: u8| state.partitions.iter().filter(|p| p.holder == Some(member) && !p.revoked).count();
+        let mut kept: Vec<usize> = (0..self.members).filter(|m| state.is_alive(*m)).map(kept).collect();
+        kept.sort_unstable_by_key(|kept| std::cmp::Reverse(*kept));
+        let (all, members) = (usize::from(self.all()), kept.len());
+        let over = |(kept, rank): (&usize, usize)| {
+            kept.saturating_sub(all / members + usize::from(rank < all % members))
+        };
+        kept.iter().zip(0..).map(over).sum()
+    }
+
     fn is_even(&self, state: &State) -> bool {
         let held: Vec<u8> =
             (0..self.members).filter(|m| state.is_alive(*m)).map(|m| self.held(state, m)).collect();
@@ -245,17 +261,19 @@ impl Model for Sharing {
 
     fn initial(&self) -> State {
         let mut members = [Member { life: Life::Away, view: None, met: [false; MOST] }; MOST];
-        members[0].life = Life::Alive;
-        members[0].met[0] = true;
+        let last = usize::from(self.members - 1);
+        members[last].life = Life::Alive;
+        members[last].met[last] = true;
         let mut partitions = [Partition::FREE; MOST + 1];
         for partition in partitions.iter_mut().take(usize::from(self.all())) {
-            *partition = Partition { holder: Some(0), revoked: false, work: Some(0) };
+            *partition =
+                Partition { holder: Some(self.members - 1), revoked: false, work: Some(self.members - 1) };
         }
         State { members, partitions, deaths: 0 }
     }
 
     fn begins(&self) -> &'static str {
-        "A is the only member, and has all partitions"
+        "the last member is alone, and has all partitions"
     }
 
     fn actions(&self, _state: &State) -> Vec<Action> {
@@ -363,6 +381,11 @@ impl Model for Sharing {
             }
         }
         let fresh = before.member(member).view == Some(self.look(before, member));
+        let gives =
+            before.partitions.iter().zip(&after.partitions).filter(|(was, is)| !was.revoked && is.revoked);
+        if fresh && !self.is_even(before) && gives.count() > self.fewest(before) {
+            return Some(FEW);
+        }
         (fresh && self.is_even(before) && before.partitions != after.partitions).then_some(STILL)
     }
 
@@ -462,6 +485,16 @@ mod tests {
         let trace =
             refute("partition, a story", &Sharing { members: 2, mutant: Some(Mutant::LargerThanMine) });
         assert_eq!(trace.promise, STILL);
-        assert_tells(&trace, &[]);
+        let story = [
+            "A joins",
+            "B looks how things stand",
+            "B begins to drain 2",
+            "the work on 2 is finished, and it is released",
+            "A looks how things stand",
+            "A takes 2",
+            "B looks how things stand",
+            "B begins to drain 1",
+        ];
+        assert_tells(&trace, &story);
     }
 }

@@ -33,8 +33,11 @@ pub(super) async fn work(worker: Rc<Worker>) {
     let local = LocalSet::new();
     let memberships = async {
         for time in 0.. {
+            if *worker.quitting.borrow() {
+                return;
+            }
             let began = now();
-            let Some(member) = worker.join().await else { return };
+            let member = worker.join().await;
             let longest = if time < REJOINS { worker.think(200, 1_500) } else { Duration::MAX };
             worker.be_a_member(member, began, longest).await;
         }
@@ -44,7 +47,7 @@ pub(super) async fn work(worker: Rc<Worker>) {
 
 /// Takes each partition once, and ends.
 pub(super) async fn once(worker: &Worker) {
-    let mut member = worker.join().await.expect("it joins");
+    let mut member = worker.join().await;
     // Kept until the end: what is let go of would be assigned again.
     let mut all = Vec::new();
     for _ in 0..PARTITIONS {
@@ -56,17 +59,19 @@ pub(super) async fn once(worker: &Worker) {
 }
 
 impl Worker {
-    async fn join(&self) -> Option<Member> {
+    async fn join(&self) -> Member {
         let group = Group::named(GROUP, PARTITIONS).unwrap();
-        while !*self.quitting.borrow() {
-            match group.join(&self.owner).await {
-                Ok(member) => return Some(member),
-                Err(error @ fencepost::Error::Misuse { .. }) => panic!("{error:?}"),
-                // An ended session, or a life that was over.
-                Err(_) => sleep(Duration::from_millis(5)).await,
+        let join = async {
+            loop {
+                match group.join(&self.owner).await {
+                    Ok(member) => return member,
+                    Err(error @ fencepost::Error::Misuse { .. }) => panic!("{error:?}"),
+                    // An ended session, or a life that was over.
+                    Err(_) => sleep(Duration::from_millis(5)).await,
+                }
             }
-        }
-        None
+        };
+        timeout(DEADLINE, join).await.expect("it joins")
     }
 
     async fn be_a_member(self: &Rc<Self>, mut member: Member, began: u64, longest: Duration) {
