@@ -8,6 +8,8 @@
 //! This process starts the members (it runs itself again), does things to them, and checks every claim it prints: it fails
 //! if one is not true. Each writes for its partitions all the time; the register shows who wrote what.
 
+#![expect(clippy::disallowed_methods, reason = "a service spawns tasks of its own")]
+
 #[path = "support/worker.rs"]
 #[allow(dead_code, reason = "other examples use another part of it")]
 mod worker;
@@ -162,7 +164,7 @@ impl Story<'_> {
 
     /// Waits until they have so many, and all of them write.
     async fn shared(&mut self, expected: &str) -> Result {
-        let shares = "SELECT coalesce(string_agg(label || ' has ' || many, ', ' ORDER BY label), '') FROM ( \
+        let query = "SELECT coalesce(string_agg(label || ' has ' || many, ', ' ORDER BY label), '') FROM ( \
                         SELECT l.label, count(*) AS many FROM fencepost.leases l \
                           JOIN fencepost.owners o ON o.id = l.owner AND o.expires_at > clock_timestamp() \
                          WHERE l.released_at IS NULL \
@@ -171,7 +173,7 @@ impl Story<'_> {
         let wait = async {
             while shared != expected {
                 tokio::time::sleep(Duration::from_millis(10)).await;
-                shared = sqlx::query_scalar(shares).fetch_one(self.pool).await?;
+                shared = sqlx::query_scalar(query).fetch_one(self.pool).await?;
             }
             Ok::<_, sqlx::Error>(())
         };

@@ -35,6 +35,10 @@ BEGIN
         SELECT w.grant_id FROM fencepost.waiters w
          WHERE NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = w.owner AND o.expires_at > 'epoch')
          FOR UPDATE OF w SKIP LOCKED);
+    DELETE FROM fencepost.members d WHERE (d.group_name, d.owner) IN (
+        SELECT m.group_name, m.owner FROM fencepost.members m
+         WHERE NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = m.owner AND o.expires_at > 'epoch')
+         FOR UPDATE OF m SKIP LOCKED);
     RETURN NEXT;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.prune(interval) FROM PUBLIC;

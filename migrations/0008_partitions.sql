@@ -137,9 +137,6 @@ BEGIN
     END IF;
 
     -- 5. The living members, with the caller.
-    IF NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = p_owner AND o.expires_at > clock_timestamp()) THEN
-        RAISE EXCEPTION 'the owner of this member of group "%" is dead', p_group USING ERRCODE = 'LK003';
-    END IF;
     INSERT INTO fencepost.members (group_name, owner, held) VALUES (p_group, p_owner, 0) ON CONFLICT DO NOTHING;
     DELETE FROM fencepost.members m
      WHERE m.group_name = p_group
@@ -147,6 +144,9 @@ BEGIN
     SELECT array_agg(m.owner ORDER BY m.joined), array_agg(m.owner ORDER BY m.owner) INTO v_joined, v_alive
       FROM fencepost.members m JOIN fencepost.owners o ON o.id = m.owner
      WHERE m.group_name = p_group AND o.expires_at > clock_timestamp();
+    IF coalesce(p_owner <> ALL (v_joined), true) THEN
+        RAISE EXCEPTION 'the owner of this member of group "%" is dead', p_group USING ERRCODE = 'LK003';
+    END IF;
 
     -- 6. Who has what.
     WITH holder AS (

@@ -247,7 +247,8 @@ impl Member {
     ///
     /// # Errors
     /// [`Error::Stopped`] after the owner's shutdown. [`Error::GroupInUse`] if the owner was lost, and meanwhile the group
-    /// was given another number of partitions; then it is a member no more.
+    /// was given another number of partitions; any other error if the database refuses for good. Then it is a member no
+    /// more, and what it has is revoked.
     ///
     /// # Cancel safety
     /// Safe: nothing is lost; what was assigned is told the next time.
@@ -286,7 +287,6 @@ impl Partition {
     }
 
     /// Its lease.
-    #[must_use]
     pub fn lease(&self) -> &HeldLease {
         &self.held
     }

@@ -17,7 +17,7 @@
 //! | living | nobody takes what a living member has |
 //! | drain | nobody takes a partition on which another member's work goes on |
 //! | still | when everything is shared out evenly, who sees that moves nothing |
-//! | few | who sees how things stand gives up no more than has to move |
+//! | few | who sees everything at rest gives up no more than has to move |
 //! | never stuck | everything can be shared out evenly among the living |
 //!
 //! | abstracted away | why that is enough |
@@ -62,7 +62,7 @@ impl Mutant {
 
 const LIVING: &str = "nobody takes what a living member has";
 const DRAIN: &str = "nobody takes a partition on which another member's work goes on";
-const FEW: &str = "who sees how things stand gives up no more than has to move";
+const FEW: &str = "who sees everything at rest gives up no more than has to move";
 const STILL: &str = "when everything is shared out evenly, who sees that moves nothing";
 
 /// The most members.
@@ -383,7 +383,9 @@ impl Model for Sharing {
         let fresh = before.member(member).view == Some(self.look(before, member));
         let gives =
             before.partitions.iter().zip(&after.partitions).filter(|(was, is)| !was.revoked && is.revoked);
-        if fresh && !self.is_even(before) && gives.count() > self.fewest(before) {
+        let at_rest = (0..self.all())
+            .all(|at| Self::holder(before, at).is_some() && !before.partitions[usize::from(at)].revoked);
+        if fresh && at_rest && !self.is_even(before) && gives.count() > self.fewest(before) {
             return Some(FEW);
         }
         (fresh && self.is_even(before) && before.partitions != after.partitions).then_some(STILL)
