@@ -51,9 +51,9 @@ mutants! {
 impl Mutant {
     fn breaks(self) -> &'static str {
         match self {
-            Self::LargerThanMine => STILL,
+            Self::LargerThanMine | Self::CountsTheDead => STILL,
             Self::SharesByName => FEW,
-            Self::CountsTheDead | Self::OwnView | Self::NoDeadline => Sharing::NEVER_STUCK,
+            Self::OwnView | Self::NoDeadline => Sharing::NEVER_STUCK,
             Self::TakesFromTheLiving => LIVING,
             Self::NoDrain => DRAIN,
         }
