@@ -80,6 +80,8 @@ mod tests {
         members: Vec<usize>,
         seed: u64,
         moves: u32,
+        /// Some act on what was true before others acted.
+        old_news: bool,
     }
 
     impl Group {
@@ -92,6 +94,7 @@ mod tests {
                 members: (0..members).collect(),
                 seed,
                 moves: 0,
+                old_news: true,
             }
         }
 
@@ -134,7 +137,7 @@ mod tests {
                 && self.draining.iter().all(Option::is_none)
         }
 
-        /// Each member once, in any order; some act on what was true before others acted. A drain takes so many rounds.
+        /// Each member once, in any order. A drain takes so many rounds.
         fn round(&mut self, drain: u32) {
             for at in 0..self.holders.len() {
                 match &mut self.draining[at] {
@@ -152,7 +155,7 @@ mod tests {
             for position in order {
                 let member = self.members[position];
                 let now = (self.held(), self.free());
-                let stale = self.dice(2) == 0;
+                let stale = self.old_news && self.dice(2) == 0;
                 let (mut held, free) = if stale { old.clone() } else { now };
                 // What it has itself it knows.
                 held[position] = self.has(member);
@@ -192,12 +195,14 @@ mod tests {
             panic!("not settled after {most} rounds: {:?}", self.held());
         }
 
-        /// How many have to move at least, whatever is free first.
+        /// How many have to move at least: what is free, and what is over if the most have the largest shares.
         fn must_move(&self) -> u32 {
-            let held = self.held();
-            let over =
-                |position: usize| held[position].saturating_sub(share(self.partitions, &held, position));
-            u32::try_from(self.free().len()).unwrap() + (0..held.len()).map(over).sum::<u32>()
+            let mut held = self.held();
+            held.sort_unstable_by_key(|held| std::cmp::Reverse(*held));
+            let members = u32::try_from(held.len()).unwrap();
+            let (each, larger) = (self.partitions / members, self.partitions % members);
+            let over = |(held, rank): (&u32, u32)| held.saturating_sub(each + u32::from(rank < larger));
+            u32::try_from(self.free().len()).unwrap() + held.iter().zip(0..).map(over).sum::<u32>()
         }
 
         fn stays(&mut self) {
@@ -233,6 +238,20 @@ mod tests {
                 }
                 group.settles(15, 0);
                 group.stays();
+            }
+        }
+    }
+
+    #[test]
+    fn with_fresh_news_nothing_moves_in_vain() {
+        for (partitions, members) in [(7, 3), (100, 10), (128, 32), (11, 4)] {
+            for has_everything in [0, members / 2, members - 1] {
+                let mut group = Group::new(partitions, members, 7);
+                group.old_news = false;
+                group.holders.fill(Some(has_everything));
+                let must = group.must_move();
+                group.settles(15, 0);
+                assert_eq!(group.moves, must, "{partitions} partitions, {members} members");
             }
         }
     }

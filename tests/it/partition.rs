@@ -358,7 +358,7 @@ async fn an_owner_is_a_member_of_a_group_once() {
     let (_database, pool) = database().await;
     let owner = owner(&pool, "a", TOUGH).await;
     let member = group(2).join(&owner).await.unwrap();
-    let twice = group(2).join(&owner).await.unwrap_err();
+    let twice = within("a refusal", group(2).join(&owner)).await.unwrap_err();
     assert!(matches!(twice, Error::Misuse { .. }), "{twice:?}");
     let another = Group::named("invoices", 2).unwrap().join(&owner).await.unwrap();
     // As soon as it has left, in the background too.
