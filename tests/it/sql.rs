@@ -249,6 +249,8 @@ async fn an_application_role_can_lock_and_nothing_else() {
     tx.commit().await.unwrap();
     assert!(held.release().await.unwrap());
     let mut conn = connect(&options).await;
+    let member = fencepost::Group::named("orders", 2).unwrap().join(&a).await.unwrap();
+    member.leave().await.unwrap();
     until("nobody is at it", async || fencepost::prune(&mut conn, LONG).await.ok()).await;
     a.shutdown().await.unwrap();
 
@@ -258,6 +260,8 @@ async fn an_application_role_can_lock_and_nothing_else() {
         "SELECT * FROM fencepost.fencing_token",
         "SELECT * FROM fencepost.leases",
         "SELECT * FROM fencepost.owners",
+        "SELECT * FROM fencepost.members",
+        "SELECT * FROM fencepost.groups",
         "SELECT * FROM fencepost.fences",
         "INSERT INTO fencepost.fences VALUES ('x', 1)",
         "UPDATE fencepost.leases SET token = 1",
