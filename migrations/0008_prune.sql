@@ -50,6 +50,10 @@ BEGIN
            AND NOT EXISTS (SELECT FROM pg_locks k WHERE k.locktype = 'advisory' AND k.classid = n.classid
                               AND k.objid = n.objid AND k.objsubid = n.objsubid)
          FOR UPDATE OF n SKIP LOCKED);
+    DELETE FROM fencepost.members d WHERE (d.group_name, d.owner) IN (
+        SELECT m.group_name, m.owner FROM fencepost.members m
+         WHERE NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = m.owner AND o.expires_at > 'epoch')
+         FOR UPDATE OF m SKIP LOCKED);
     RETURN NEXT;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.prune(interval) FROM PUBLIC;

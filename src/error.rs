@@ -106,6 +106,19 @@ pub enum Error {
         after: Duration,
     },
 
+    /// The group has another number of partitions, and is in use: a key would have two writers. Let all its members leave
+    /// (or its owners die), then join with the other number.
+    #[error(
+        "group \"{name}\" has {partitions} partitions and is in use: let all its members leave before one joins with another number"
+    )]
+    #[non_exhaustive]
+    GroupInUse {
+        /// The group.
+        name: String,
+        /// How many partitions it has.
+        partitions: u32,
+    },
+
     /// The request was sent and its answer lost, so it may have happened. What an acquire got in this way is
     /// found and freed by the owner; a COMMIT of yours must be looked up before it is repeated.
     #[error("outcome unknown: {step}: the answer was lost")]
@@ -314,6 +327,7 @@ impl Error {
             Self::StaleFence { .. } => return Some("LK001"),
             Self::Lost { .. } => return Some("LK002"),
             Self::Unfenced { .. } => return Some("LK006"),
+            Self::GroupInUse { .. } => return Some("LK010"),
             Self::OtherLimit { .. } => return Some("LK007"),
             Self::Misuse { .. }
             | Self::SchemaVersion { .. }
@@ -372,6 +386,7 @@ struct Detail {
     table: Option<String>,
     permits: Option<u32>,
     asked: Option<u32>,
+    partitions: Option<u32>,
 }
 
 /// An error raised by our own functions, from its SQLSTATE and DETAIL.
@@ -379,7 +394,7 @@ fn refusal(error: &PgDatabaseError) -> Option<Error> {
     if !error.code().starts_with("LK") {
         return None;
     }
-    let Detail { name, token, current, why, table, permits, asked } =
+    let Detail { name, token, current, why, table, permits, asked, partitions } =
         serde_json::from_str(error.detail()?).ok()?;
     match error.code() {
         "LK001" => Some(Error::StaleFence { name, token: token?, current }),
@@ -393,6 +408,7 @@ fn refusal(error: &PgDatabaseError) -> Option<Error> {
         }
         "LK006" => Some(Error::Unfenced { table: table?, name }),
         "LK007" => Some(Error::OtherLimit { name, permits: permits?, asked: asked? }),
+        "LK010" => Some(Error::GroupInUse { name, partitions: partitions? }),
         _ => None,
     }
 }

@@ -32,10 +32,13 @@ use crate::error::{Error, Result};
 use crate::json;
 use crate::name::LockName;
 use crate::owner::Owner;
+use crate::owner::life::Life;
 use crate::token::FencingToken;
 use crate::wait::Wait;
 
+pub(crate) use attempt::is_owner_dead;
 pub use held::HeldLease;
+pub(crate) use held::give_up;
 
 /// A named lock with a fencing token; the definition: cheap, no connection, clone it as you like.
 ///
@@ -145,6 +148,11 @@ impl Lease {
     /// Whoever waits with a smaller rank is served before; for all others it is zero.
     pub(crate) fn rank(self, rank: i32) -> Self {
         Self { rank, ..self }
+    }
+
+    /// Asks once, on the owner's thread, under this life and no other.
+    pub(crate) async fn attempt_under(&self, owner: &Owner, life: &Arc<Life>) -> Result<Attempt> {
+        attempt::once(owner, self, life).await
     }
 
     /// Caps the hold: it ends after this long even if its owner goes on beating. From 1 ms to

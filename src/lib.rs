@@ -29,6 +29,7 @@
 //!   token, a table that must never be written without a fence.
 //! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
+//! - [`Group`], [`Member`] and [`Partition`]: members share out partitions, and each has one writer.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`AdvisoryLock`]: the locks that Postgres itself has, without their traps: for a transaction, or
 //!   ([`HeldAdvisory`]) many on one connection for work that outlives one. [`Key`]: what they lock.
@@ -60,6 +61,7 @@ mod lease;
 mod mistake;
 mod name;
 mod owner;
+mod partition;
 mod pooler;
 mod prune;
 mod retry;
@@ -77,6 +79,7 @@ pub use lease::{Attempt, HeldLease, Holder, Lease};
 pub use migrate::migrate;
 pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
+pub use partition::{Change, Group, Member, Partition};
 pub use prune::{Pruned, prune};
 pub use retry::{Isolation, Work, transaction};
 pub use semaphore::{Permit, Semaphore};

@@ -13,6 +13,10 @@ pub(crate) enum Mistake {
     BelievesNotifications,
     /// What the database holds for this process is never compared with what the process knows.
     NoReconcile,
+    /// A member gives up a partition whenever another one has fewer.
+    LargerThanMine,
+    /// A partition that is released at the end of its drain is believed in.
+    KeepsRevoked,
     /// Durations are measured with the clock that people set.
     WallClock,
     /// A wait is for the session's lock itself, and its time-out is taken for a no.
@@ -38,6 +42,8 @@ impl Mistake {
             "counts-from-answer" => Some(Self::CountsFromAnswer),
             "believes-notifications" => Some(Self::BelievesNotifications),
             "no-reconcile" => Some(Self::NoReconcile),
+            "larger-than-mine" => Some(Self::LargerThanMine),
+            "keeps-revoked" => Some(Self::KeepsRevoked),
             "wall-clock" => Some(Self::WallClock),
             "believes-timeouts" => Some(Self::BelievesTimeouts),
             "reentrant" => Some(Self::Reentrant),

@@ -32,11 +32,6 @@ impl LockName {
                 Self::RESERVED
             )));
         }
-        Self::stored(name)
-    }
-
-    /// The name as the database has it, of whatever kind.
-    pub(crate) fn stored(name: &str) -> Result<Self, Error> {
         check(name, "a name")?;
         Ok(Self(name.into()))
     }
@@ -59,6 +54,11 @@ impl LockName {
             )));
         }
         Ok(Self(whole.into()))
+    }
+
+    /// A name that the database has, of whatever kind: also one of a partition, which has a tab in it.
+    pub(crate) fn listed(name: &str) -> Self {
+        Self(name.into())
     }
 
     /// The name as text.

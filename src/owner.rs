@@ -25,6 +25,7 @@ pub(crate) mod session;
 mod trust;
 pub(crate) mod wakes;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
@@ -37,6 +38,7 @@ use tokio::time::timeout;
 
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
+use crate::name::LockName;
 use crate::owner::ended::Endings;
 use crate::owner::heartbeat::Beginning;
 use crate::owner::life::{Grants, Life, Stage, enter};
@@ -107,11 +109,22 @@ pub(crate) struct Shared {
     pub(crate) wakes: Wakes,
     pub(crate) locks: Locks,
     pub(crate) endings: Endings,
+    /// The groups of which it is a member, or was.
+    pub(crate) groups: Mutex<HashMap<LockName, Enrolled>>,
     stage: watch::Sender<Stage>,
     runtime: Handle,
     beat_now: Notify,
     stop: watch::Sender<bool>,
     myself: Weak<Self>,
+}
+
+/// A membership, by the two ends of channels that tell of its end.
+#[derive(Clone, Debug)]
+pub(crate) struct Enrolled {
+    /// Its sender is gone when nobody wants the membership any more.
+    pub(crate) wanted: watch::Receiver<()>,
+    /// Its sender is gone when it is over.
+    pub(crate) over: watch::Receiver<()>,
 }
 
 /// How an owner is made; from [`Owner::builder`].
@@ -348,7 +361,7 @@ fn default_label() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| std::env::var("HOSTNAME"));
     let host = host.as_deref().map_or("?", str::trim);
     let mut label = format!("{program}@{host}:{}", std::process::id()).replace(char::is_control, "?");
-    label.truncate(label.floor_char_boundary(crate::name::LockName::MAX_BYTES));
+    label.truncate(label.floor_char_boundary(LockName::MAX_BYTES));
     label
 }
 

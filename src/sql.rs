@@ -64,6 +64,11 @@ pub(crate) const LEADER: &str = "SELECT term, label, asked FROM fencepost.leader
 pub(crate) const ASK_TO_RESIGN: &str =
     "SELECT fencepost.ask_to_resign($1::text, $2::bigint * interval '1 microsecond') AS asked";
 
+pub(crate) const MEMBER_ROUND: &str = "SELECT settled, \"position\", held, free \
+     FROM fencepost.member_round($1::text, $2::bigint::integer, $3::uuid, $4::bigint::integer)";
+
+pub(crate) const MEMBER_LEAVE: &str = "SELECT fencepost.member_leave($1::text, $2::uuid)";
+
 pub(crate) const PRUNE: &str =
     "SELECT owners, leases, permits FROM fencepost.prune($1::bigint * interval '1 microsecond')";
 

@@ -21,7 +21,7 @@ const LAYERS: &[&[&str]] = &[
     // What a table holds.
     &["claim", "fence", "lease", "prune", "semaphore"],
     // Compositions.
-    &["election"],
+    &["election", "partition"],
     // For people.
     &["testing"],
 ];

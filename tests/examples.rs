@@ -253,6 +253,60 @@ fn job_claims_are_done_once() {
     prints("job_claims", JOB_CLAIMS);
 }
 
+const SHARED_OUT_WORK: &str = "   1  A         joins
+   2  database  A has 7
+   3  B         joins
+   4  database  A has 4, B has 3
+   5  C         joins
+   6  database  A has 3, B has 2, C has 2
+   7  (system)  pauses B (SIGSTOP)
+   8  database  A has 4, C has 3
+   9  (system)  wakes B (SIGCONT), which goes on where it was
+  10  B         writes for its two partitions: refused, they are others' by now
+  11  database  A has 3, B has 2, C has 2
+  12  (system)  kills C (SIGKILL)
+  13  database  A has 4, B has 3
+  14  A         finishes what it has begun, and leaves
+  15  database  B has 7
+
+Each partition had one writer after the other: no token in the register is smaller than one before it.
+";
+
+#[test]
+fn shared_out_work_has_one_writer_a_partition() {
+    prints("shared_out_work", SHARED_OUT_WORK);
+}
+
+const SERIAL_QUEUE: &str = "   1  A         claims apple-1: attempt 1
+   2  B         claims pear-1: attempt 2
+   3  C         finds nothing: every key is being worked on, or done
+   4  (system)  pauses A (SIGSTOP) in the middle of apple-1
+   5  database  has not heard from A for its ttl: the key is free
+   6  C         claims apple-1: attempt 3
+   7  (system)  wakes A (SIGCONT), which goes on where it was
+   8  A         finishes apple-1: refused
+   9  A         finds nothing: every key is being worked on, or done
+  10  C         finishes apple-1: done
+  11  (system)  kills B (SIGKILL) in the middle of pear-1
+  12  A         claims apple-2: attempt 4
+  13  C         claims pear-1: attempt 5
+  14  C         finishes pear-1: done
+  15  C         claims pear-2: attempt 6
+  16  A         finishes apple-2: done
+  17  A         claims apple-3: attempt 7
+  18  A         finishes apple-3: done
+  19  C         finishes pear-2: done
+  20  A         finds nothing: every key is being worked on, or done
+
+apple:  apple-1 apple-2 apple-3
+pear:  pear-1 pear-2
+";
+
+#[test]
+fn serial_queue_works_each_key_in_order() {
+    prints("serial_queue", SERIAL_QUEUE);
+}
+
 // A paused worker can notice nothing; it has to go all the same.
 #[test]
 #[cfg(target_os = "linux")]

@@ -75,7 +75,7 @@ pub(crate) async fn eight_workers(database: &TestDatabase, setup: &PgPool, time:
         let [low, middle, high] = [0.25, 0.5, 0.75].map(|q| quantile(&ratios, q));
         verdict(&format!("{what}: {middle:.2} × ({low:.2}–{high:.2}), goal ≥ {least} ×"), middle >= least);
     }
-    for owner in owners.to_vec() {
+    for owner in owners {
         owner.shutdown().await?;
     }
     Ok(())

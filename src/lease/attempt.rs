@@ -33,7 +33,7 @@ pub(super) async fn attempt(owner: Owner, lease: Lease) -> Result<Attempt> {
     }
 }
 
-async fn once(owner: &Owner, lease: &Lease, life: &Arc<Life>) -> Result<Attempt> {
+pub(super) async fn once(owner: &Owner, lease: &Lease, life: &Arc<Life>) -> Result<Attempt> {
     let grants = &owner.shared().grants;
     let id = grants.announce();
     match ask(owner, lease, life, id, Line::StayOut).await {
@@ -52,7 +52,7 @@ async fn once(owner: &Owner, lease: &Lease, life: &Arc<Life>) -> Result<Attempt>
 }
 
 /// Whether the database says that the owner that asks is dead.
-pub(super) fn is_owner_dead(error: &Error) -> bool {
+pub(crate) fn is_owner_dead(error: &Error) -> bool {
     error.sqlstate() == Some("LK003")
 }
 

@@ -10,6 +10,7 @@ use sqlx::{PgPool, Row as _};
 
 use crate::error::{Error, LossReason, Result};
 use crate::fence;
+use crate::mistake::Mistake;
 use crate::name::LockName;
 use crate::owner::life::Held;
 use crate::owner::{Owner, Shared};
@@ -224,6 +225,11 @@ impl HeldLease {
         }
     }
 
+    /// What is held, for whoever may have to end it for its holder.
+    pub(crate) fn handle(&self) -> Arc<Held> {
+        Arc::clone(&self.held)
+    }
+
     /// Says it if it is known to be lost.
     pub(super) fn check_lost(&self) -> Result<()> {
         match self.held.loss() {
@@ -255,6 +261,14 @@ impl fmt::Debug for HeldLease {
             .field("remaining", &self.remaining())
             .finish_non_exhaustive()
     }
+}
+
+/// Ends the hold for whoever holds it; runs on the owner's thread.
+pub(crate) async fn give_up(shared: Arc<Shared>, held: Arc<Held>) {
+    if !Mistake::KeepsRevoked.is_made() {
+        held.lose(LossReason::Released);
+    }
+    drop(release(shared, held).await);
 }
 
 /// Runs on the owner's thread.

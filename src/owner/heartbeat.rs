@@ -114,6 +114,7 @@ async fn begin(
         wakes: Wakes::default(),
         locks: Locks::new(advisory_locks),
         endings: Endings::default(),
+        groups: std::sync::Mutex::default(),
         stage: watch::Sender::new(Stage::Starting(LossReason::Stopped)),
         runtime: tokio::runtime::Handle::current(),
         beat_now: Notify::new(),

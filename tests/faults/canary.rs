@@ -296,6 +296,43 @@ pub(crate) const BELIEVES_NOTIFICATIONS: Canary = Canary {
     change: Change::Client("believes-notifications"),
 };
 
+pub(crate) const LARGER_THAN_MINE: Canary = Canary {
+    mistake: "a partition moves whenever another member has fewer",
+    made_by: "azure-sdk-for-java#13597",
+    breaks: "I9",
+    cell: &cell::SHARING,
+    change: Change::Client("larger-than-mine"),
+};
+
+/// Their shares are kept for them.
+pub(crate) const COUNTS_THE_DEAD: Canary = Canary {
+    mistake: "dead members count",
+    made_by: "namastack/namastack-outbox#75",
+    breaks: "I9",
+    cell: &cell::SHARING,
+    change: Change::Function(
+        "fencepost.member_round",
+        &[
+            (
+                "WHERE m.group_name = p_group AND o.expires_at > clock_timestamp();",
+                "WHERE m.group_name = p_group;",
+            ),
+            (
+                "AND NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = m.owner AND o.expires_at > 'epoch');",
+                "AND false;",
+            ),
+        ],
+    ),
+};
+
+pub(crate) const KEEPS_REVOKED: Canary = Canary {
+    mistake: "a member that is not told of the end of its drain",
+    made_by: "azure-sdk-for-js#6945",
+    breaks: "I4",
+    cell: &cell::SHARING,
+    change: Change::Client("keeps-revoked"),
+};
+
 pub(crate) const WALL_CLOCK: Canary = Canary {
     mistake: "a deadline by the clock that people set",
     made_by: "lukas-krecan/ShedLock#231, quartz-scheduler/quartz#106",

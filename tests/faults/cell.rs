@@ -159,6 +159,26 @@ pub(crate) const PERMITS: Cell = Cell {
     ..LEADERS
 };
 
+/// Six processes share out seven partitions; they leave and join again.
+pub(crate) const SHARING: Cell = Cell {
+    name: "members come and go",
+    how: "SIGSTOP, SIGKILL and ended sessions, while six processes share out seven partitions, leave and join again",
+    mode: Mode::Share,
+    seconds: 8,
+    ttl: (150, 400),
+    faults: &[
+        (10, Fault::Pause),
+        (3, Fault::Kill),
+        (2, Fault::EndSession(Session::Heartbeat)),
+        (2, Fault::EndSession(Session::Call)),
+        (2, Fault::EndSession(Session::Application)),
+    ],
+    every: (50, 300),
+    pauses: false,
+    needs: &["grants", "fenced writes", "rejected fences", "losses signalled"],
+    ..TRYING
+};
+
 pub(crate) const BACKEND_KILLED: Cell = Cell {
     name: "backend killed",
     how: "`pg_terminate_backend`: heartbeats, calls, fenced transactions",

@@ -21,8 +21,9 @@ use crate::fleet::{Fleet, Target};
 use crate::history::{self, now};
 use crate::line;
 use crate::locks::{self, LOCK};
+use crate::sharing::Shared;
 use crate::stage::{Stage, Way};
-use crate::worker::{Ask, ELECTION, Mode, Place, SEMAPHORE};
+use crate::worker::{Ask, ELECTION, Mode, Place, SEMAPHORE, sharing};
 
 /// The longest that anything here may take, on a slow machine too. Not a measurement.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
@@ -85,6 +86,8 @@ pub(crate) struct Outcome {
     /// What was left behind.
     pub(crate) left: Vec<String>,
     pub(crate) processes: i32,
+    /// How partitions were shared out in the end, where there were any.
+    pub(crate) shared: Option<Shared>,
     /// Where the histories are.
     pub(crate) folder: PathBuf,
 }
@@ -105,7 +108,11 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         Mode::Lock => LOCK,
         _ => "",
     };
-    let names: Vec<String> = NAMES.iter().take(count).map(|name| format!("{kind}{name}")).collect();
+    let names: Vec<String> = if cell.mode == Mode::Share {
+        sharing::names()
+    } else {
+        NAMES.iter().take(count).map(|name| format!("{kind}{name}")).collect()
+    };
     sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
     for fill in
         ["INSERT INTO counter SELECT unnest($1::text[]), 0", "INSERT INTO twin SELECT unnest($1::text[]), 0"]
@@ -143,20 +150,22 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     };
     let pool = stage.pool();
     // A canary may have made a mistake of which nothing heals.
-    let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
+    let patience = if plan.canary.is_some() { Duration::from_secs(4) } else { DEADLINE };
     let healing = async {
+        let mut shared = None;
         let healed = match cell.mode {
             Mode::Claim => claims::heal(&pool, patience).await,
             Mode::Lock => locks::heal(&pool, &names, patience).await,
+            Mode::Share => shared.insert(crate::sharing::watch(&pool, patience).await).even,
             _ => heal(&pool, &names, patience).await,
         };
         if line {
             line::quit(&pool).await;
         }
         let failed = fleet.finish().await;
-        (healed, failed, fleet.once_more().await)
+        (healed, shared, failed, fleet.once_more().await)
     };
-    let (healed, failed, taken_once_more) = tokio::select! {
+    let (healed, shared, failed, taken_once_more) = tokio::select! {
         healing = healing => healing,
         () = answering => unreachable!("the fleet keeps its sender"),
     };
@@ -177,7 +186,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     };
     pool.close().await;
     let processes = fleet.started();
-    Ok(Outcome { facts, faults, healed, taken_once_more, failed, left, processes, folder })
+    Ok(Outcome { facts, faults, healed, taken_once_more, failed, left, processes, shared, folder })
 }
 
 /// Faults, beside each other, until the time is over and all are awake and reachable again.

@@ -38,6 +38,7 @@ mod pgbouncer;
 #[allow(dead_code, reason = "other suites use another part of it")]
 mod proxy;
 mod report;
+mod sharing;
 mod stage;
 mod timeline;
 mod worker;
@@ -80,6 +81,7 @@ macro_rules! cells {
 cells! {
     fenced_writes_survive_paused_killed_and_cut_off_holders: EVERYTHING,
     those_who_wait_are_served_in_order_under_faults: EVERYTHING_WAITING,
+    members_may_come_and_go: SHARING,
     backends_may_be_killed: BACKEND_KILLED,
     clients_may_be_killed: CLIENT_KILLED,
     clients_may_be_paused: CLIENT_PAUSED,
@@ -142,6 +144,9 @@ canaries! {
     jumping_the_queue_is_noticed: JUMPS_QUEUE,
     a_release_that_hands_over_to_nobody_is_noticed: SILENT_RELEASE,
     a_waiter_that_keeps_its_place_when_it_gives_up_is_noticed: KEEPS_TICKETS,
+    moving_to_whoever_has_fewer_is_noticed: LARGER_THAN_MINE,
+    counting_dead_members_is_noticed: COUNTS_THE_DEAD,
+    a_member_that_keeps_what_was_revoked_is_noticed: KEEPS_REVOKED,
     a_client_without_a_deadline_is_noticed: NO_DEADLINE,
     a_client_that_counts_from_the_answer_is_noticed: COUNTS_FROM_ANSWER,
     a_client_with_a_wall_clock_is_noticed: WALL_CLOCK,
@@ -264,6 +269,9 @@ async fn judge(plan: Plan) -> Result<(Outcome, Report), &'static str> {
     let outcome = controller::run(plan).await?;
     let mut report = checker::check(&outcome.facts);
     progress_and_hygiene(&outcome, &mut report);
+    if let Some(shared) = &outcome.shared {
+        shared.judge(&mut report);
+    }
     Ok((outcome, report))
 }
 
@@ -309,6 +317,8 @@ fn print(plan: Plan, outcome: &Outcome, report: &Report) {
             report.twin_lost,
             report.count("twin writes")
         );
+    } else if let Some(shared) = &outcome.shared {
+        println!("  shared out in the end: {shared:?}");
     } else if plan.cell.mode == Mode::Wait {
         let heard = |percent: usize| report.heard.get((report.heard.len() * percent / 100).saturating_sub(1));
         println!(

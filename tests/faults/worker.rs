@@ -17,6 +17,7 @@ mod claiming;
 mod leading;
 mod locking;
 mod permits;
+pub(crate) mod sharing;
 mod trying;
 mod waiting;
 
@@ -129,6 +130,8 @@ pub(crate) enum Mode {
     Permits,
     /// Contends for session-level locks, with several tasks, until told to end.
     Lock,
+    /// Is a member of a group, and writes for the partitions that it is assigned, until told to end.
+    Share,
     /// Takes each name once, when it is free, writes, and ends.
     Once,
 }
@@ -232,6 +235,8 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         Mode::Once if leading::is_election(&worker.orders.names[0]) => leading::once(&worker).await,
         Mode::Once if permits::is_semaphore(&worker.orders.names[0]) => permits::once(&worker).await,
         Mode::Once if worker.orders.names[0].starts_with(LOCK) => locking::once(&worker).await,
+        Mode::Share => sharing::work(Rc::clone(&worker)).await,
+        Mode::Once if sharing::are_partitions(&worker.orders.names) => sharing::once(&worker).await,
         Mode::Once => {
             for name in &worker.orders.names {
                 let take = async {
@@ -349,9 +354,13 @@ impl Worker {
 
     /// Does the process believe that it holds? Asked between two instants.
     fn look(&self, held: &HeldLease) -> bool {
+        self.look_as(held, || (held.is_held(), held.remaining()))
+    }
+
+    fn look_as(&self, held: &HeldLease, say: impl FnOnce() -> (bool, Duration)) -> bool {
         let before = now();
-        let answer = held.is_held();
-        let remaining = i64::try_from(held.remaining().as_nanos()).unwrap();
+        let (answer, remaining) = say();
+        let remaining = i64::try_from(remaining.as_nanos()).unwrap();
         let until = Some(now());
         let phase = if answer { Phase::Ok } else { Phase::Fail };
         let record = self.record(self.next_op(), Kind::Believe, phase, held.name().as_str());

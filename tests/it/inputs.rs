@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use fencepost::row::{Order, RowLock};
-use fencepost::{Error, FencingToken, Grant, Lease, LockName, Owner, Wait};
+use fencepost::{Error, FencingToken, Grant, Group, Lease, LockName, Owner, Wait};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::Value;
@@ -105,6 +105,23 @@ fn has_nul(json: &Value) -> bool {
 
 fn is_good(text: &str) -> bool {
     !text.is_empty() && text.len() <= LockName::MAX_BYTES && !text.chars().any(|c| c.is_ascii_control())
+}
+
+#[test]
+fn a_group_refuses_what_cannot_be() {
+    let long = "x".repeat(Group::MAX_NAME_BYTES + 1);
+    for name in ["", "tab\tbed", "nul\0", &long] {
+        let refused = Group::named(name, 1).unwrap_err();
+        assert!(is_plain_misuse(&refused), "{name:?}: {refused:?}");
+    }
+    for partitions in [0, Group::MAX_PARTITIONS + 1, u32::MAX] {
+        let refused = Group::named("orders", partitions).unwrap_err();
+        assert!(is_plain_misuse(&refused), "{partitions}: {refused:?}");
+    }
+    let group = Group::named(&"x".repeat(Group::MAX_NAME_BYTES), Group::MAX_PARTITIONS).unwrap();
+    let refused = group.clone().drain_within(Group::MAX_DRAIN + Duration::from_nanos(1)).unwrap_err();
+    assert!(is_plain_misuse(&refused), "{refused:?}");
+    assert!(group.drain_within(Group::MAX_DRAIN).is_ok());
 }
 
 #[test]

@@ -29,6 +29,7 @@ mod mangle;
 mod mangled;
 mod migrate;
 mod owner;
+mod partition;
 #[path = "../support/pgbouncer.rs"]
 #[allow(dead_code, reason = "the fault suite uses another part of it")]
 mod pgbouncer;
@@ -40,9 +41,12 @@ mod protect;
 #[allow(dead_code, reason = "the fault suite uses another part of it")]
 mod proxy;
 mod prune;
+#[path = "../../examples/support/serial_queue.rs"]
+mod queue;
 mod retry;
 mod row;
 mod semaphore;
+mod serial_queue;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;

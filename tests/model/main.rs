@@ -14,6 +14,7 @@
 //! | `line` | waiters: tickets, hand-over, wake-ups, giving up |
 //! | `term` | elections: stepping down, resigning, being asked to, preference |
 //! | `permit` | semaphores: rows that die with their owner, a limit that changes |
+//! | `partition` | members that share out partitions: joining, draining, leaving, dying |
 //!
 //! `FENCEPOST_MODEL_CLIENTS=3 cargo test --release --test model` explores with three clients instead of two.
 //! `cargo test --test model -- --nocapture` shows the figures and all counterexamples.
@@ -41,6 +42,7 @@ mod claim;
 mod explore;
 mod lease;
 mod line;
+mod partition;
 mod permit;
 mod term;
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 use fencepost::row::{Filter, Order};
 use fencepost::testing::TestDatabase;
 use fencepost::{
-    AdvisoryLock, Election, Error, HeldAdvisory, HeldLease, Isolation, Key, Leadership, Lease, LossReason,
-    Owner, Permit, Semaphore, Wait, fence, migrate, prune, transaction,
+    AdvisoryLock, Change, Election, Error, Group, HeldAdvisory, HeldLease, Isolation, Key, Leadership, Lease,
+    LossReason, Member, Owner, Partition, Permit, Semaphore, Wait, fence, migrate, prune, transaction,
 };
 use sqlx::{Connection as _, Executor as _, PgConnection, PgPool};
 use tokio::sync::oneshot;
@@ -74,6 +74,14 @@ cases! {
     "RowLock::lock": lock,
     "RowLock::lock_many": lock_many,
     "RowLock::claim_next": claim_next,
+    "Group::join": join,
+    "Member::next": next,
+    "Member::leave": leave,
+    "Partition::revoked": revoked,
+    "Partition::lost": lose_a_partition,
+    "Partition::begin": begin_for_a_partition,
+    "Partition::fence": pass_a_partitions_fence,
+    "Partition::release": release_a_partition,
     "retry::transaction": run_a_transaction,
     "fence::check": check,
     "fence::advance": advance,
@@ -641,4 +649,87 @@ async fn close(scene: &Scene, cut: Cut) -> bool {
     })
     .await;
     completed
+}
+
+// A member that nobody has leaves again.
+async fn join(scene: &Scene, cut: Cut) -> bool {
+    cut.cut(one_partition().join(&scene.a)).await.map(Result::unwrap).is_some()
+}
+
+fn one_partition() -> Group {
+    Group::named("orders", 1).unwrap().drain_within(Duration::ZERO).unwrap()
+}
+
+async fn member(scene: &Scene) -> Member {
+    within("joining", one_partition().join(&scene.a)).await.unwrap()
+}
+
+async fn assigned(member: &mut Member) -> Partition {
+    match within("being assigned it", member.next()).await.unwrap() {
+        Change::Assigned(partition) => partition,
+        other => panic!("{other:?}"),
+    }
+}
+
+// Nothing is lost; what was assigned is told the next time.
+async fn next(scene: &Scene, cut: Cut) -> bool {
+    let mut member = member(scene).await;
+    let told = cut.cut(member.next()).await.map(Result::unwrap);
+    let completed = told.is_some();
+    let partition = match told {
+        None => assigned(&mut member).await,
+        Some(Change::Assigned(partition)) => partition,
+        Some(other) => panic!("{other:?}"),
+    };
+    assert!(partition.is_held());
+    completed
+}
+
+// Once polled it leaves, also when the future is dropped.
+async fn leave(scene: &Scene, cut: Cut) -> bool {
+    let member = member(scene).await;
+    cut.cut(member.leave()).await.map(Result::unwrap).is_some()
+}
+
+// Safe: it only watches.
+
+async fn revoked(scene: &Scene, cut: Cut) -> bool {
+    let mut member = member(scene).await;
+    let partition = assigned(&mut member).await;
+    let leaving = tokio::spawn(member.leave());
+    let told = cut.cut(partition.revoked()).await;
+    assert_eq!(within("being told", partition.revoked()).await, Duration::ZERO);
+    within("leaving", leaving).await.unwrap().unwrap();
+    told.is_some()
+}
+
+async fn lose_a_partition(scene: &Scene, cut: Cut) -> bool {
+    let mut member = member(scene).await;
+    let partition = assigned(&mut member).await;
+    let leaving = tokio::spawn(member.leave());
+    let told = cut.cut(partition.lost()).await;
+    assert_eq!(within("being told", partition.lost()).await, LossReason::Released);
+    within("leaving", leaving).await.unwrap().unwrap();
+    told.is_some()
+}
+
+// As of the lease.
+
+async fn begin_for_a_partition(scene: &Scene, cut: Cut) -> bool {
+    let mut member = member(scene).await;
+    let partition = assigned(&mut member).await;
+    cut.cut(partition.begin(&scene.pool)).await.map(Result::unwrap).is_some()
+}
+
+async fn pass_a_partitions_fence(scene: &Scene, cut: Cut) -> bool {
+    let mut member = member(scene).await;
+    let partition = assigned(&mut member).await;
+    let mut tx = scene.pool.begin().await.unwrap();
+    cut.cut(partition.fence(&mut tx)).await.map(Result::unwrap).is_some()
+}
+
+async fn release_a_partition(scene: &Scene, cut: Cut) -> bool {
+    let mut member = member(scene).await;
+    let partition = assigned(&mut member).await;
+    cut.cut(partition.release()).await.map(Result::unwrap).is_some()
 }

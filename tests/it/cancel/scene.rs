@@ -29,6 +29,8 @@ const LEFT_BEHIND: &str = "
     SELECT coalesce(string_agg(what, ', '), '') FROM (
         SELECT 'a ticket' AS what FROM fencepost.waiters
         UNION ALL
+        SELECT 'a member of ' || m.group_name FROM fencepost.members m
+        UNION ALL
         SELECT 'a grant of ' || l.name FROM fencepost.leases l JOIN fencepost.owners o ON o.id = l.owner
          WHERE l.released_at IS NULL AND o.expires_at > clock_timestamp()
         UNION ALL
