@@ -114,7 +114,8 @@ async fn bare(pool: &PgPool) -> Result<f64> {
 async fn claimed(owners: &[Owner], limit: usize) -> Result<(f64, Vec<Attempt>)> {
     let start = Instant::now();
     let mut workers = Vec::new();
-    for owner in owners.to_vec() {
+    for owner in owners {
+        let owner = owner.clone();
         workers.push(tokio::spawn(async move {
             let jobs = Jobs::of_kind("mail")?;
             let mut all = Vec::new();

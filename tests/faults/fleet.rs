@@ -43,6 +43,8 @@ struct Worker {
     ttl: Duration,
     /// Somebody has it stopped or cut off, or is about to.
     taken: bool,
+    /// It has been killed, and a fresh one is about to take its place.
+    gone: bool,
     /// What its wall clock is ahead of the true one is written here.
     clock: Option<PathBuf>,
 }
@@ -166,7 +168,7 @@ impl Fleet {
                 }
             }
         });
-        Worker { process, child, input, ttl, taken: false, clock }
+        Worker { process, child, input, ttl, taken: false, gone: false, clock }
     }
 
     /// One of the workers that nobody has stopped.
@@ -312,6 +314,7 @@ impl Fleet {
                 lock(&self.failed).push(format!("worker process {} ended with {status}", worker.process));
             }
             end(worker);
+            (worker.taken, worker.gone) = (true, true);
         });
         if ended.is_some() {
             let fresh = self.spawn(target.place, self.plan.cell.mode);
@@ -321,7 +324,8 @@ impl Fleet {
 
     fn with<T>(&self, target: Target, act: impl FnOnce(&mut Worker) -> T) -> Option<T> {
         let mut workers = lock(&self.workers);
-        let worker = workers.get_mut(target.place).filter(|worker| worker.process == target.process);
+        let worker =
+            workers.get_mut(target.place).filter(|worker| worker.process == target.process && !worker.gone);
         worker.map(act)
     }
 

@@ -142,6 +142,15 @@ async fn whoever_looks_on_is_told_each_leader_also_under_one_label() {
         assert!(leader.resign().await.unwrap());
         assert_eq!(within("no leader", leaders.changed()).await.unwrap(), None);
     }
+    // Also from one to the next, without a moment in which nobody leads.
+    let leader = lead(&a).await;
+    assert_eq!(within("a again", leaders.changed()).await.unwrap().unwrap().term, leader.term());
+    let next = candidate(&pool, &b, election()).await;
+    assert!(leader.resign().await.unwrap());
+    let next = elected(next).await;
+    assert_eq!(within("b again", leaders.changed()).await.unwrap().unwrap().term, next.term());
+    assert!(next.resign().await.unwrap());
+    assert_eq!(within("no leader", leaders.changed()).await.unwrap(), None);
     // Dead without a word: nobody leads, as soon as its time is over.
     let c = owner(&pool, "c", LONG).await;
     let leader = lead(&c).await;
@@ -173,14 +182,17 @@ async fn run_campaigns_again_only_after_its_work_has_ended() {
     let (tell, mut told) = mpsc::unbounded_channel();
     let (end, ends) = mpsc::unbounded_channel::<()>();
     let ends = Arc::new(tokio::sync::Mutex::new(ends));
+    let ended = Arc::new(AtomicBool::new(true));
     let running = tokio::spawn({
-        let a = a.clone();
+        let (a, ended) = (a.clone(), Arc::clone(&ended));
         async move {
             let election = election().grace(LONG);
             election
                 .run(&a, |leadership| {
-                    let (tell, ends) = (tell.clone(), Arc::clone(&ends));
+                    assert!(ended.swap(false, Ordering::SeqCst), "the work of the term before has ended");
+                    let (tell, ends, work) = (tell.clone(), Arc::clone(&ends), Ended(Arc::clone(&ended)));
                     async move {
+                        let _work = work;
                         tell.send(("begun", leadership.term())).unwrap();
                         let reason = leadership.lost().await;
                         assert!(!leadership.is_held(), "{reason}");
@@ -208,7 +220,11 @@ async fn run_campaigns_again_only_after_its_work_has_ended() {
     let a_lives =
         "SELECT EXISTS (SELECT FROM fencepost.owners WHERE label = 'a' AND expires_at > clock_timestamp())";
     until_true(&pool, "a is back under its next life", a_lives).await;
-    // It would have a ticket by now, if it did not wait for its work.
+    // It beats again, and would have a ticket by now, if it did not wait for its work.
+    let beat = "SELECT expires_at - started_at > 1.2 * ttl FROM fencepost.owners \
+                WHERE label = 'a' AND expires_at > clock_timestamp()";
+    until_true(&pool, "a beats on", beat).await;
+    assert!(!ended.load(Ordering::SeqCst), "its work has its grace");
     let again = candidate(&pool, &b, election()).await;
     assert!(other.resign().await.unwrap());
     let other = elected(again).await;

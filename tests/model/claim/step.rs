@@ -235,7 +235,7 @@ impl Claim {
                 after.process_mut(number).doing = Doing::Working { grant, life };
             }
             (Action::Complete(_), Doing::Working { grant, life }) => {
-                self.complete(&mut after, number, grant, life)
+                self.complete(&mut after, number, grant, life);
             }
             (Action::Commit(_), Doing::Open { .. }) => {
                 after.process_mut(number).doing = Doing::Idle;
