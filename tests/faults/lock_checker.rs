@@ -131,7 +131,8 @@ impl Judge<'_> {
         } else if is_first && !self.is_told(hold, other.answered, known) {
             report.break_rule("I5", format!("{hold:?} is not told of its loss to {other:?}"));
         } else if hold.believed > other.answered {
-            if let Some(over) = hold.over.filter(|_| is_first) {
+            let undisturbed = |over: &u64| is_first && !self.stood(hold, other.answered, *over);
+            if let Some(over) = hold.over.filter(undisturbed) {
                 let took = Duration::from_nanos(over - other.answered);
                 report.slowest_signal = report.slowest_signal.max(took);
             }
@@ -162,11 +163,17 @@ impl Judge<'_> {
     /// Soon after it has to be known; or the process had not the time to be told.
     fn is_told(&self, hold: &Hold, from: u64, known: u64) -> bool {
         let bound = known + nanos(SIGNAL_WITHIN);
-        let stands = self.facts.stops.iter().any(|stop| {
+        self.stood(hold, from, bound)
+            || hold.over.is_some_and(|over| over <= bound)
+            || self.last_word(hold) <= bound
+    }
+
+    /// Whether its process stood still in this time.
+    fn stood(&self, hold: &Hold, from: u64, until: u64) -> bool {
+        self.facts.stops.iter().any(|stop| {
             let its = stop.process == hold.process && stop.outage == Outage::Stood;
-            its && stop.stood < bound && stop.woken > from
-        });
-        stands || hold.over.is_some_and(|over| over <= bound) || self.last_word(hold) <= bound
+            its && stop.stood < until && stop.woken > from
+        })
     }
 
     fn last_word(&self, hold: &Hold) -> u64 {

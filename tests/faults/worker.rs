@@ -226,15 +226,17 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         pool,
         orders,
     });
+    // Claims have names of their own, and then there is none.
+    let first = worker.orders.names.first().map_or("", String::as_str);
     match worker.orders.mode {
         Mode::Wait => waiting::work(Rc::clone(&worker)).await,
         Mode::Claim => claiming::work(Rc::clone(&worker)).await,
         Mode::Lead => leading::work(&worker).await,
         Mode::Permits => permits::work(&worker).await,
         Mode::Lock => locking::work(Rc::clone(&worker)).await,
-        Mode::Once if leading::is_election(&worker.orders.names[0]) => leading::once(&worker).await,
-        Mode::Once if permits::is_semaphore(&worker.orders.names[0]) => permits::once(&worker).await,
-        Mode::Once if worker.orders.names[0].starts_with(LOCK) => locking::once(&worker).await,
+        Mode::Once if leading::is_election(first) => leading::once(&worker).await,
+        Mode::Once if permits::is_semaphore(first) => permits::once(&worker).await,
+        Mode::Once if first.starts_with(LOCK) => locking::once(&worker).await,
         Mode::Share => sharing::work(Rc::clone(&worker)).await,
         Mode::Once if sharing::are_partitions(&worker.orders.names) => sharing::once(&worker).await,
         Mode::Once => {
