@@ -1,8 +1,10 @@
 //! What can go wrong, as data: one enum, with the SQLSTATE kept.
 
+use std::error::Error as StdError;
 use std::time::Duration;
 
 use serde::Deserialize;
+use sqlx::error::DatabaseError;
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
 use crate::token::FencingToken;
@@ -122,6 +124,18 @@ pub enum Error {
         source: sqlx::Error,
     },
 
+    /// [`transaction`](crate::transaction()) gave up: each run ended in a deadlock or a serialization failure. Nothing
+    /// was committed.
+    #[error("gave up after {attempts} attempts, each rolled back by a deadlock or a serialization failure")]
+    #[non_exhaustive]
+    RetriesExhausted {
+        /// How often it ran.
+        attempts: u32,
+        /// The error of the last run, as the work returned it.
+        #[source]
+        source: Box<dyn StdError + Send + Sync>,
+    },
+
     /// No connection of the given pool became free in time.
     #[error("pool exhausted: no connection of {pool} became free in time")]
     #[non_exhaustive]
@@ -219,6 +233,7 @@ impl Error {
         match self {
             Self::Deadlock { .. }
             | Self::SerializationFailure { .. }
+            | Self::RetriesExhausted { .. }
             | Self::PoolExhausted { .. }
             | Self::Busy { .. }
             | Self::TimedOut { .. } => true,
@@ -250,6 +265,7 @@ impl Error {
             | Self::NotAllowed { source }
             | Self::Database { source, .. } => source,
             Self::TimedOut { source, .. } => source.as_ref()?,
+            Self::RetriesExhausted { source, .. } => return report(&**source).map(PgDatabaseError::code),
             Self::StaleFence { .. } => return Some("LK001"),
             Self::Lost { .. } => return Some("LK002"),
             Self::Unfenced { .. } => return Some("LK006"),
@@ -257,7 +273,7 @@ impl Error {
                 return None;
             }
         };
-        source.as_database_error()?.try_downcast_ref::<PgDatabaseError>().map(PgDatabaseError::code)
+        server_error(source).map(PgDatabaseError::code)
     }
 
     /// Classifies a failure of one of our own calls; `doing` says what was attempted.
@@ -329,7 +345,51 @@ fn server_error(error: &sqlx::Error) -> Option<&PgDatabaseError> {
 /// Whether it is an answer of our own functions (or that a row was locked for too long): the session that
 /// brought it is in order.
 pub(crate) fn is_refusal(error: &sqlx::Error) -> bool {
-    server_error(error).is_some_and(|error| error.code().starts_with("LK") || error.code() == "55P03")
+    server_error(error).is_some_and(|error| error.code().starts_with("LK")) || is_lock_not_available(error)
+}
+
+/// Whether a lock was not to be had in time.
+pub(crate) fn is_lock_not_available(error: &sqlx::Error) -> bool {
+    server_error(error).is_some_and(|error| error.code() == "55P03")
+}
+
+/// Whether the transaction that ended in this error is to be run again: a deadlock, a serialization failure or a stale
+/// statement, also behind errors of the caller's own.
+pub(crate) fn asks_to_run_again(error: &(dyn StdError + 'static)) -> bool {
+    report(error).is_some_and(|report| matches!(report.code(), "40P01" | "40001"))
+        || is_stale_statement(error)
+}
+
+/// Whether a prepared statement would return other columns by now: a table has changed. It fails for ever on a connection
+/// that keeps it.
+pub(crate) fn is_stale_statement(error: &(dyn StdError + 'static)) -> bool {
+    report(error).is_some_and(|report| {
+        // The code means only that something is not supported, and the message is translated.
+        report.code() == "0A000" && report.routine() == Some("RevalidateCachedQuery")
+    })
+}
+
+/// The server's report in the first error of the chain that can have one.
+fn report<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a PgDatabaseError> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(ours) = error.downcast_ref::<Error>() {
+            return match ours {
+                // What that transaction was told has been acted upon.
+                Error::RetriesExhausted { .. } | Error::OutcomeUnknown { .. } => None,
+                ours => report(ours.source()?),
+            };
+        }
+        if let Some(theirs) = error.downcast_ref::<sqlx::Error>() {
+            return server_error(theirs);
+        }
+        // A transparent wrapper of sqlx's error shows only what is behind that.
+        if let Some(boxed) = error.downcast_ref::<Box<dyn DatabaseError>>() {
+            return boxed.try_downcast_ref();
+        }
+        next = error.source();
+    }
+    None
 }
 
 /// What may be otherwise in a moment, on this or another connection: connection lost or refused, server starting

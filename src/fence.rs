@@ -12,42 +12,6 @@ use crate::name::LockName;
 use crate::sql::{self, Arg, Call};
 use crate::token::{FencingToken, Grant};
 
-/// The isolation level of a fenced transaction.
-///
-/// At every level a stale holder is rejected. Under [`RepeatableRead`](Self::RepeatableRead) and
-/// [`Serializable`](Self::Serializable) it is told by [`Error::SerializationFailure`] if the lease moved on
-/// after the transaction's snapshot.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Isolation {
-    /// The session's default; also for read-only or not. The others are for writing whatever the default is.
-    #[default]
-    SessionDefault,
-    /// `READ COMMITTED`
-    ReadCommitted,
-    /// `REPEATABLE READ`
-    RepeatableRead,
-    /// `SERIALIZABLE`
-    Serializable,
-}
-
-impl Isolation {
-    /// One message that begins a transaction which has passed the fence already.
-    ///
-    /// The fence comes *before* BEGIN: statements of one message share an implicit transaction, which BEGIN
-    /// makes the explicit one. So a fence that refuses ends the implicit transaction and leaves the
-    /// connection clean, where `BEGIN; SELECT fence(…)` leaves it in an aborted transaction.
-    pub(crate) fn begin(self, name: &LockName, grant: Grant) -> String {
-        let set = match self {
-            Self::SessionDefault => "",
-            Self::ReadCommitted => "SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE; ",
-            Self::RepeatableRead => "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ WRITE; ",
-            Self::Serializable => "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE READ WRITE; ",
-        };
-        format!("{set}{}; BEGIN", sql::fence(name, grant))
-    }
-}
-
 /// Passes the fence of lease `name` in the caller's transaction: for a worker that was handed the name and the
 /// [`Grant`] and has no [`HeldLease`](crate::HeldLease).
 ///

@@ -25,6 +25,8 @@
 //!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
+//! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
+//! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.
 //! - [`Error`]: one type for all that can go wrong.
 //! - `testing` (feature `test-util`): a Postgres that starts by itself, for your tests.
@@ -37,16 +39,20 @@
 mod error;
 pub mod fence;
 pub mod migrate;
+pub mod row;
 #[cfg(all(feature = "test-util", unix))]
 pub mod testing;
 
 mod clock;
+mod identifier;
 mod lease;
 mod mistake;
 mod name;
 mod owner;
 mod pooler;
 mod prune;
+mod retry;
+mod savepoint;
 mod sql;
 mod token;
 mod wait;
@@ -57,6 +63,7 @@ pub use migrate::migrate;
 pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
 pub use prune::{Pruned, prune};
+pub use retry::{Isolation, Work, transaction};
 pub use token::{FencingToken, Grant, GrantId};
 pub use wait::Wait;
 

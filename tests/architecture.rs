@@ -10,9 +10,11 @@ use std::path::{Path, PathBuf};
 /// The top-level modules by layer, lowest first. A module may use its own layer and those below.
 const LAYERS: &[&[&str]] = &[
     // Words.
-    &["clock", "error", "mistake", "name", "token", "wait"],
+    &["clock", "error", "identifier", "mistake", "name", "token", "wait"],
     // Plumbing.
-    &["sql", "migrate", "pooler", "owner"],
+    &["sql", "migrate", "pooler", "owner", "retry", "savepoint"],
+    // What Postgres holds.
+    &["row"],
     // What a table holds.
     &["fence", "lease", "prune"],
     // For people.

@@ -123,6 +123,21 @@ fn storage_rejects_the_late_write() {
     prints("storage", STORAGE);
 }
 
+const ROW_LOCK_TRANSFER: &str = "\
+16 tasks move money between 8 accounts, 50 times each; both are locked by one call.
+  800 transfers, 800 runs: no deadlock
+  the sum was 8000 and is 8000
+
+Two tasks lock two accounts one by one, in opposite orders.
+  2 transfers, 3 runs: a deadlock, whose victim ran again
+  the sum was 8000 and is 8000
+";
+
+#[test]
+fn row_lock_transfer_loses_no_money() {
+    prints("row_lock_transfer", ROW_LOCK_TRANSFER);
+}
+
 // A paused worker can notice nothing; it has to go all the same.
 #[test]
 #[cfg(target_os = "linux")]

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sqlx::postgres::PgTransaction;
-use sqlx::{AssertSqlSafe, PgPool, Row as _};
+use sqlx::{PgPool, Row as _};
 
 use crate::error::{Error, LossReason, Result};
-use crate::fence::{self, Isolation};
+use crate::fence;
 use crate::name::LockName;
 use crate::owner::life::Held;
 use crate::owner::{Owner, Shared};
+use crate::retry::{self, Isolation};
 use crate::sql::{self, Arg, Call};
 use crate::token::{FencingToken, Grant};
 
@@ -127,16 +128,10 @@ impl HeldLease {
     /// One message on a connection of the pool: BEGIN and the fence cost one round trip together.
     pub async fn begin_with(&self, pool: &PgPool, isolation: Isolation) -> Result<PgTransaction<'static>> {
         self.check_lost()?;
-        let text = isolation.begin(self.name(), self.grant());
-        let pool = pool.clone();
-        #[expect(
-            clippy::disallowed_methods,
-            reason = "sqlx loses track of a transaction whose BEGIN is cancelled, so it must not be; and it \
-                      belongs to the runtime of the pool's connections, not to the owner's"
-        )]
-        let begun = tokio::spawn(async move { pool.begin_with(AssertSqlSafe(text)).await }).await;
-        let begun = begun.unwrap_or_else(|_runtime_ended| Err(sqlx::Error::WorkerCrashed));
-        begun
+        // The fence comes *before* BEGIN, so that a refusal leaves no aborted transaction.
+        let fence = sql::fence(self.name(), self.grant()) + "; ";
+        retry::begin(pool, isolation, &fence)
+            .await
             .map_err(|source| Error::database("beginning a fenced transaction", source))
             .inspect_err(|error| self.learn(error))
     }

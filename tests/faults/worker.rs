@@ -23,7 +23,7 @@ use std::rc::Rc;
 use std::str::FromStr as _;
 use std::time::Duration;
 
-use fencepost::fence::Isolation;
+use fencepost::Isolation;
 use fencepost::{Error, HeldLease, Lease, LossReason, Owner};
 use serde::{Deserialize, Serialize};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgTransaction};

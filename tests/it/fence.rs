@@ -1,6 +1,7 @@
 //! The fence in the writer's transaction: what passes, what waits, what is refused, and what it leaves behind.
 
-use fencepost::fence::{self, Isolation};
+use fencepost::Isolation;
+use fencepost::fence;
 use fencepost::{Error, FencingToken, Grant, GrantId, HeldLease, LockName, LossReason};
 use sqlx::{Acquire as _, PgPool, Row as _};
 

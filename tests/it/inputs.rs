@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use fencepost::row::{Order, RowLock};
 use fencepost::{Error, Lease, LockName, Owner};
 use proptest::prelude::*;
 use sqlx::PgPool;
@@ -55,6 +56,23 @@ fn a_lease_refuses_what_is_out_of_range() {
     assert!(is_plain_misuse(&lease.clone().metadata(&"nul\0").unwrap_err()));
     let not_json = std::collections::HashMap::from([((1, 2), 3)]);
     assert!(is_plain_misuse(&lease.metadata(&not_json).unwrap_err()));
+}
+
+#[test]
+fn a_row_lock_refuses_names_and_bounds_that_cannot_be() {
+    let accounts = RowLock::on("accounts").unwrap();
+    for name in ["", "nul\0", &"x".repeat(64), &"ä".repeat(32)] {
+        assert!(is_plain_misuse(&RowLock::on(name).unwrap_err()), "{name:?}");
+        assert!(is_plain_misuse(&accounts.clone().key(name).unwrap_err()), "{name:?}");
+        assert!(is_plain_misuse(&Order::ascending(name).unwrap_err()), "{name:?}");
+        assert!(is_plain_misuse(&Order::descending(name).unwrap_err()), "{name:?}");
+    }
+    for table in [".", "a.", ".a", "a.b.c", "a..b"] {
+        assert!(is_plain_misuse(&RowLock::on(table).unwrap_err()), "{table:?}");
+    }
+    for most in [RowLock::MAX_AT_MOST + Duration::from_nanos(1), Duration::MAX] {
+        assert!(is_plain_misuse(&accounts.clone().at_most(most).unwrap_err()), "{most:?}");
+    }
 }
 
 proptest! {

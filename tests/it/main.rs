@@ -29,6 +29,8 @@ mod protect;
 #[allow(dead_code, reason = "the fault suite uses another part of it")]
 mod proxy;
 mod prune;
+mod retry;
+mod row;
 mod sql;
 mod support;
 mod waiting;

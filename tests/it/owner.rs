@@ -263,7 +263,7 @@ async fn hostile_defaults_do_not_matter() {
     let held = hold(&a, "report").await;
     until_true(&pool, "several ttls", BEATEN_ON).await;
     assert!(held.is_held());
-    let mut tx = held.begin_with(&hostile, fencepost::fence::Isolation::ReadCommitted).await.unwrap();
+    let mut tx = held.begin_with(&hostile, fencepost::Isolation::ReadCommitted).await.unwrap();
     sqlx::query("SELECT 1").execute(&mut *tx).await.unwrap();
     tx.commit().await.unwrap();
     assert!(held.release().await.unwrap());

@@ -197,3 +197,77 @@ async fn a_client_that_vanished_is_noticed_in_mid_statement() {
     within("the lock", b.execute("SELECT FROM fact FOR UPDATE")).await.unwrap();
     drop(pool);
 }
+
+// `RowLock::lock_many`: rows are locked in the order of an ORDER BY beside the lock; one around it comes too late.
+#[tokio::test(flavor = "multi_thread")]
+async fn rows_are_locked_in_the_order_of_the_select_that_locks() {
+    let (database, pool, mut a, _) = two().await;
+    // On the disk: 1, 3, 2.
+    run(&mut a, "INSERT INTO fact VALUES (3, 0), (2, 0)").await.unwrap();
+    let beside = "SELECT id FROM fact ORDER BY id FOR UPDATE";
+    let around = "SELECT * FROM (SELECT id FROM fact FOR UPDATE) AS f ORDER BY id";
+    for (query, behind) in [(beside, false), (around, true)] {
+        run(&mut a, "BEGIN; SELECT FROM fact WHERE id = 2 FOR UPDATE").await.unwrap();
+        let mut b = connect(&database.options()).await;
+        let waiting = aside(async move { run(&mut b, query).await });
+        until_true(&pool, "it waits", SOMEBODY_WAITS).await;
+        let mut c = connect(&database.options()).await;
+        let third = run(&mut c, "SELECT FROM fact WHERE id = 3 FOR UPDATE NOWAIT").await;
+        assert_eq!(third.is_err(), behind, "{query}");
+        run(&mut a, "ROLLBACK").await.unwrap();
+        within("the locks", waiting).await.unwrap().unwrap();
+    }
+}
+
+// The bound of `RowLock::lock_many`: a volatile function in the list is evaluated after the sort, before each lock.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_setting_in_the_list_is_set_before_each_row_is_locked() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    run(&mut a, "INSERT INTO fact VALUES (3, 0), (2, 0)").await.unwrap();
+    run(&mut a, "BEGIN; SELECT FROM fact WHERE id = 2 FOR UPDATE").await.unwrap();
+    // Row 1 would be waited for for ever, the second for 1 ms.
+    let query = "SELECT id, set_config('lock_timeout', CASE id WHEN 1 THEN '0' ELSE '1' END, true) FROM fact ORDER BY id FOR UPDATE";
+    assert_eq!(within("the bound", run(&mut b, query)).await.unwrap_err(), "55P03");
+}
+
+// `Savepoint`: a rollback to it takes the setting and the row locks back, its release keeps both.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_savepoint_takes_settings_and_row_locks_back() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    run(&mut a, "BEGIN; SAVEPOINT s; SET LOCAL lock_timeout = 5; SELECT FROM fact FOR UPDATE; ROLLBACK TO s")
+        .await
+        .unwrap();
+    assert_eq!(text(&mut a, "SHOW lock_timeout").await, "0");
+    run(&mut b, "SELECT FROM fact FOR UPDATE NOWAIT").await.unwrap();
+    run(&mut a, "SET LOCAL lock_timeout = 5; SELECT FROM fact FOR UPDATE; RELEASE s").await.unwrap();
+    assert_eq!(text(&mut a, "SHOW lock_timeout").await, "5ms");
+    assert_eq!(run(&mut b, "SELECT FROM fact FOR UPDATE NOWAIT").await.unwrap_err(), "55P03");
+}
+
+// `transaction`: what comes before COMMIT in its message fails in an aborted transaction, where COMMIT answers ROLLBACK;
+// and AND CHAIN leaves an empty transaction at the level of the one before.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_commit_of_an_aborted_transaction_is_no_error_but_a_statement_before_it_is() {
+    let (_database, _pool, mut a, _) = two().await;
+    run(&mut a, "BEGIN; SELECT 1/0").await.unwrap_err();
+    run(&mut a, "COMMIT").await.unwrap();
+    run(&mut a, "BEGIN; SELECT 1/0").await.unwrap_err();
+    assert_eq!(run(&mut a, "SELECT; COMMIT AND CHAIN").await.unwrap_err(), "25P02");
+    run(&mut a, "ROLLBACK").await.unwrap();
+    assert_eq!(run(&mut a, "SELECT; COMMIT AND CHAIN").await.unwrap_err(), "25P01");
+    run(&mut a, "BEGIN ISOLATION LEVEL SERIALIZABLE; UPDATE fact SET n = 5").await.unwrap();
+    run(&mut a, "SELECT; COMMIT AND CHAIN").await.unwrap();
+    assert_eq!(text(&mut a, "SHOW transaction_isolation").await, "serializable");
+    run(&mut a, "ROLLBACK").await.unwrap();
+    assert_eq!(text(&mut a, "SELECT n::text FROM fact").await, "5");
+}
+
+// `RowLock::claim_next`: the limit stands over the locks, and a subquery's would not hold under a plan that runs it again.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_limit_stops_the_locking() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    run(&mut a, "INSERT INTO fact SELECT id, 0 FROM generate_series(2, 100) id").await.unwrap();
+    run(&mut a, "BEGIN; SELECT FROM fact ORDER BY n, id LIMIT 3 FOR UPDATE SKIP LOCKED").await.unwrap();
+    let free = b.execute("SELECT FROM fact FOR UPDATE SKIP LOCKED").await.unwrap().rows_affected();
+    assert_eq!(free, 97);
+}

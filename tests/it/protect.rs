@@ -158,7 +158,7 @@ async fn a_long_repeatable_read_transaction_goes_on_writing() {
     let held = hold(&owner(&pool, "a", TOUGH).await, "ledger").await;
     write(&pool, "CREATE TABLE ledger (id int)").await.unwrap();
     fence::protect(&mut pool.acquire().await.unwrap(), "ledger", held.name()).await.unwrap();
-    let mut tx = held.begin_with(&pool, fence::Isolation::RepeatableRead).await.unwrap();
+    let mut tx = held.begin_with(&pool, fencepost::Isolation::RepeatableRead).await.unwrap();
     let over = "SELECT (SELECT expires_at FROM fencepost.owners) < clock_timestamp()";
     until("what the snapshot says of the owner's life is over", async || {
         sqlx::query("INSERT INTO ledger VALUES (1)").execute(&mut *tx).await.unwrap();

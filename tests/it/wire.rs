@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use fencepost::row::{Filter, Locked, RowLock};
 use fencepost::testing::TestDatabase;
-use fencepost::{LossReason, Owner};
+use fencepost::{Error, Isolation, LossReason, Owner, transaction};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{Executor as _, PgPool};
 
@@ -54,6 +55,63 @@ async fn every_operation_is_one_round_trip() {
     assert_eq!(trips, 0, "asking a held lease costs nothing");
     let (trips, released) = round_trips(&proxy, held.release()).await;
     assert_eq!((trips, released.unwrap()), (1, true), "release");
+}
+
+// What the documentation says that they cost.
+#[tokio::test(flavor = "multi_thread")]
+async fn row_locks_and_transactions_cost_the_round_trips_they_say() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    pool.execute("CREATE TABLE data (id bigint PRIMARY KEY); INSERT INTO data SELECT generate_series(1, 9)")
+        .await
+        .unwrap();
+    let mut holder = observer.begin().await.unwrap();
+    let lock = RowLock::on("data").unwrap();
+    let (no_wait, skip) = (lock.clone().no_wait(), lock.clone().skip_locked());
+    let at_most = lock.clone().at_most(Duration::from_millis(20)).unwrap();
+    lock.lock::<(i64,), _>(&mut holder, 9_i64).await.unwrap();
+    // The first time the statements are prepared.
+    for counts in [false, true] {
+        let mut tx = pool.begin().await.unwrap();
+        let check = |what: &str, trips: u64, expected: u64| {
+            assert!(!counts || trips == expected, "{what}: {trips} round trips, not {expected}");
+        };
+        for (what, lock, found, busy) in
+            [("block", &lock, 1, None), ("no_wait", &no_wait, 1, Some(2)), ("at_most", &at_most, 3, Some(3))]
+        {
+            let (trips, got) = round_trips(&proxy, lock.lock::<(i64,), _>(&mut tx, 1_i64)).await;
+            assert_eq!(got.unwrap(), Locked::Found((1,)));
+            check(what, trips, found);
+            if let Some(busy) = busy {
+                let (trips, got) = round_trips(&proxy, lock.lock::<(i64,), _>(&mut tx, 9_i64)).await;
+                assert_eq!(got.unwrap(), Locked::Busy);
+                check(what, trips, busy);
+            }
+        }
+        for (what, lock, keys, expected) in [
+            ("many, block", &lock, &[1, 2, 77][..], 1),
+            ("many, skip_locked", &skip, &[1, 2, 77, 9], 1),
+            ("many, no_wait", &no_wait, &[1, 2, 77], 3),
+            ("many, no_wait, busy", &no_wait, &[1, 2, 77, 9], 3),
+            ("many, at_most", &at_most, &[1, 2, 77], 3),
+            ("many, at_most, busy", &at_most, &[1, 2, 77, 9], 3),
+        ] {
+            let (trips, got) = round_trips(&proxy, lock.lock_many::<(i64,), i64>(&mut tx, keys)).await;
+            got.unwrap();
+            check(what, trips, expected);
+        }
+        let (trips, got) =
+            round_trips(&proxy, lock.claim_next::<(i64,)>(&mut tx, 3, &[], Filter::all())).await;
+        assert_eq!(got.unwrap().len(), 3);
+        check("claim_next", trips, 1);
+        tx.rollback().await.unwrap();
+        let done = transaction(&pool, Isolation::Serializable, |_| Box::pin(async { Ok::<_, Error>(()) }));
+        let (trips, done) = round_trips(&proxy, done).await;
+        done.unwrap();
+        // The rollback of nothing that goes with the connection's way back to the pool may have been sent already.
+        check("transaction", trips.min(2), 2);
+        assert!(trips <= 3, "{trips}");
+        pool.acquire().await.unwrap();
+    }
 }
 
 // A refused try writes nothing: no transaction id, no WAL.
@@ -174,7 +232,7 @@ async fn a_black_hole_is_a_loss_at_the_local_deadline() {
     let next = hold_when_free(&other, "report").await;
     assert!(next.token() > held.token());
     let stuck = within("an acquire gives up", lease("report").try_acquire(&a)).await.unwrap_err();
-    assert!(stuck.is_timeout() || matches!(stuck, fencepost::Error::OutcomeUnknown { .. }), "{stuck:?}");
+    assert!(stuck.is_timeout() || matches!(stuck, Error::OutcomeUnknown { .. }), "{stuck:?}");
     proxy.black_hole(false);
     let free = hold_when_free(&a, "other").await;
     assert!(free.is_held() && next.is_held());
@@ -217,7 +275,7 @@ async fn many_callers_give_up_together_in_a_black_hole() {
     // One after the other it would be a second for every two.
     for caller in callers {
         let error = within("giving up", caller).await.unwrap().unwrap_err();
-        assert!(error.is_timeout() || matches!(error, fencepost::Error::OutcomeUnknown { .. }), "{error:?}");
+        assert!(error.is_timeout() || matches!(error, Error::OutcomeUnknown { .. }), "{error:?}");
     }
     let stopped = within("the shutdown", a.shutdown()).await;
     assert!(stopped.unwrap_err().is_timeout(), "the database could not be told");
