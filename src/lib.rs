@@ -26,6 +26,7 @@
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
+//! - [`version`]: no lock at all: a row is changed only by who has read it as it is.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.
 //! - [`Error`]: one type for all that can go wrong.
@@ -42,6 +43,7 @@ pub mod migrate;
 pub mod row;
 #[cfg(all(feature = "test-util", unix))]
 pub mod testing;
+pub mod version;
 
 mod clock;
 mod identifier;
@@ -64,7 +66,7 @@ pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
 pub use prune::{Pruned, prune};
 pub use retry::{Isolation, Work, transaction};
-pub use token::{FencingToken, Grant, GrantId};
+pub use token::{FencingToken, Grant, GrantId, Version};
 pub use wait::Wait;
 
 /// Longer reading.

@@ -517,14 +517,15 @@ impl fmt::Debug for Filter {
     }
 }
 
-struct Statement {
+/// A statement on the caller's tables.
+pub(crate) struct Statement {
     /// Of our words, quoted names and the program's own condition.
-    text: String,
-    args: PgArguments,
+    pub(crate) text: String,
+    pub(crate) args: PgArguments,
 }
 
 impl Statement {
-    async fn rows(self, conn: &mut PgConnection) -> sqlx::Result<Vec<PgRow>> {
+    pub(crate) async fn rows(self, conn: &mut PgConnection) -> sqlx::Result<Vec<PgRow>> {
         let rows = sqlx::query_with(AssertSqlSafe(self.text), self.args).fetch_all(&mut *conn).await;
         if rows.as_ref().is_err_and(|failure| error::is_stale_statement(failure)) {
             // It says `t.*`, and a column has been added. This transaction is lost, the next one will prepare it anew.
@@ -534,13 +535,16 @@ impl Statement {
     }
 }
 
-fn bound<'q>(value: impl Encode<'q, Postgres> + Type<Postgres>) -> Result<PgArguments> {
+pub(crate) fn bound<'q>(value: impl Encode<'q, Postgres> + Type<Postgres>) -> Result<PgArguments> {
     let mut args = PgArguments::default();
     add(&mut args, value)?;
     Ok(args)
 }
 
-fn add<'q>(args: &mut PgArguments, value: impl Encode<'q, Postgres> + Type<Postgres>) -> Result<()> {
+pub(crate) fn add<'q>(
+    args: &mut PgArguments,
+    value: impl Encode<'q, Postgres> + Type<Postgres>,
+) -> Result<()> {
     args.add(value).map_err(|error| Error::misuse(format!("the value cannot be encoded: {error}")))
 }
 

@@ -16,7 +16,7 @@ const LAYERS: &[&[&str]] = &[
     // What Postgres holds.
     &["row"],
     // What a table holds.
-    &["fence", "lease", "prune"],
+    &["fence", "lease", "prune", "version"],
     // For people.
     &["testing"],
 ];

@@ -33,5 +33,6 @@ mod retry;
 mod row;
 mod sql;
 mod support;
+mod version;
 mod waiting;
 mod wire;
