@@ -56,6 +56,7 @@ mod prune;
 mod retry;
 mod savepoint;
 mod sql;
+mod statement;
 mod token;
 mod wait;
 

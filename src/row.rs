@@ -30,7 +30,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use sqlx::postgres::{PgArguments, PgHasArrayType, PgRow, PgTransaction};
+use sqlx::postgres::{PgHasArrayType, PgRow, PgTransaction};
 use sqlx::{
     Arguments as _, AssertSqlSafe, Connection as _, Encode, FromRow, PgConnection, Postgres, Row as _, Type,
 };
@@ -39,6 +39,7 @@ use crate::error::{self, Error, Result};
 use crate::identifier::{Identifier, Table};
 use crate::savepoint::Savepoint;
 use crate::sql;
+use crate::statement::{Statement, Values};
 
 /// How to lock rows of a table: a definition, cheap to clone, without a connection.
 ///
@@ -56,6 +57,10 @@ use crate::sql;
 /// transaction's snapshot. And once for each connection, when a column of the table was added or changed (0A000:
 /// a prepared statement is stale), an [`Error::Database`] that [is retryable](Error::is_retryable).
 /// [`transaction`](crate::transaction()) runs the work again after all three.
+///
+/// # Database
+/// Prepared statements on the transaction's connection, which collide behind a transaction-mode pooler that does not know of
+/// them: see [`transaction_pooler`](Self::transaction_pooler).
 ///
 /// # Examples
 /// ```no_run
@@ -87,6 +92,7 @@ pub struct RowLock {
     key: Identifier,
     strength: Strength,
     waits: Waits,
+    pooled: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -185,6 +191,7 @@ impl RowLock {
             key: Identifier::new("id")?,
             strength: Strength::Update,
             waits: Waits::Block,
+            pooled: false,
         })
     }
 
@@ -248,6 +255,14 @@ impl RowLock {
         Ok(self)
     }
 
+    /// Behind a transaction-mode pooler that keeps no prepared statements (PgBouncer before 1.21) sessions are shared, and
+    /// so would be the statements' names: with `true` they have none, for one round trip more each time.
+    #[must_use]
+    pub fn transaction_pooler(mut self, pooled: bool) -> Self {
+        self.pooled = pooled;
+        self
+    }
+
     /// Locks the row with this key until the transaction ends (or the savepoint in which it is locked is rolled back),
     /// and reads it as it is then.
     ///
@@ -266,9 +281,9 @@ impl RowLock {
         K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
     {
         let Self { table, key: column, .. } = self;
-        let skip = matches!(self.waits, Waits::NoWait | Waits::SkipLocked);
+        let skip = self.skips();
         let text = format!("SELECT t.* FROM {table} AS t WHERE t.{column} = $1 {}", self.clause(skip));
-        let statement = Statement { text, args: bound(&key)? };
+        let statement = self.statement(text, Values::of(&key)?);
         let Some(rows) = self.within_its_time(tx, statement).await? else { return Ok(Locked::Busy) };
         if rows.len() > 1 {
             return Err(not_unique(column));
@@ -280,7 +295,7 @@ impl RowLock {
             return Ok(Locked::NotFound);
         }
         let text = format!("SELECT FROM {table} AS t WHERE t.{column} = $1 LIMIT 1");
-        let there = Statement { text, args: bound(&key)? }.rows(tx).await.map_err(failed)?;
+        let there = self.statement(text, Values::of(&key)?).rows(tx).await.map_err(failed)?;
         Ok(if there.is_empty() { Locked::NotFound } else { Locked::Busy })
     }
 
@@ -304,15 +319,14 @@ impl RowLock {
         R: for<'r> FromRow<'r, PgRow>,
         K: for<'q> Encode<'q, Postgres> + Type<Postgres> + PgHasArrayType + Clone,
     {
-        let mut args = bound(keys)?;
-        let skip = matches!(self.waits, Waits::NoWait | Waits::SkipLocked);
-        let bound_to = match self.waits {
-            Waits::AtMost(most) => Some(add(&mut args, sql::micros(most))?),
-            Waits::Block | Waits::NoWait | Waits::SkipLocked => None,
-        };
-        let statement = Statement { text: self.many(skip, bound_to.is_some()), args };
+        let mut values = Values::of(keys)?;
+        if let Waits::AtMost(most) = self.waits {
+            values.add(sql::micros(most))?;
+        }
+        let statement = self.statement(self.many(), values);
         let all_or_none = match self.waits {
             Waits::NoWait => Some(Savepoint::open(tx, None).await.map_err(failed)?),
+            // The bound has a savepoint of its own.
             Waits::Block | Waits::SkipLocked | Waits::AtMost(_) => None,
         };
         let mut answer = LockedMany { rows: Vec::new(), not_found: Vec::new(), busy: Vec::new() };
@@ -392,7 +406,7 @@ impl RowLock {
         if limit == 0 {
             return Err(Error::misuse("the next rows are at least one"));
         }
-        let Filter { text: condition, args } = filter;
+        let Filter { text: condition, values } = filter;
         let table = &self.table;
         let order: Vec<String> =
             order.iter().map(|Order { column, direction }| format!("t.{column} {direction}")).collect();
@@ -400,8 +414,17 @@ impl RowLock {
         let lock = self.clause(true);
         // A comment at the condition's end ends with its line.
         let text = format!("SELECT t.* FROM {table} AS t WHERE ({condition}\n) {order} LIMIT {limit} {lock}");
-        let rows = Statement { text, args: args? }.rows(tx).await.map_err(failed)?;
+        let rows = self.statement(text, values?).rows(tx).await.map_err(failed)?;
         rows.iter().map(read).collect()
+    }
+
+    fn statement(&self, text: String, values: Values) -> Statement {
+        Statement { text, values, named: !self.pooled }
+    }
+
+    /// NOWAIT would be an error that aborts the transaction.
+    fn skips(&self) -> bool {
+        matches!(self.waits, Waits::NoWait | Waits::SkipLocked)
     }
 
     fn clause(&self, skip: bool) -> String {
@@ -412,10 +435,11 @@ impl RowLock {
     ///
     /// ORDER BY stands beside the lock, so the rows are locked in that order. With a bound the remaining time is set
     /// for each row before it is locked: a volatile function is evaluated after the sort, row by row.
-    fn many(&self, skip: bool, bound: bool) -> String {
+    fn many(&self) -> String {
         let Self { table, key, .. } = self;
+        let skip = self.skips();
         let lock = self.clause(skip);
-        let remaining = if bound {
+        let remaining = if matches!(self.waits, Waits::AtMost(_)) {
             ", pg_catalog.set_config('lock_timeout', greatest(1, least(2147483647, \
              $2::bigint / 1000 - (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() - pg_catalog.statement_timestamp()) * 1000)::bigint \
              ))::text, true) AS fencepost_bound"
@@ -487,7 +511,7 @@ impl Order {
 /// an advisory lock).
 pub struct Filter {
     text: &'static str,
-    args: Result<PgArguments>,
+    values: Result<Values>,
 }
 
 impl Filter {
@@ -500,13 +524,13 @@ impl Filter {
     /// Those for which this condition is true: what could stand after WHERE, with `$1`, `$2` … for the values.
     #[must_use]
     pub fn sql(condition: &'static str) -> Self {
-        Self { text: condition, args: Ok(PgArguments::default()) }
+        Self { text: condition, values: Ok(Values::default()) }
     }
 
     /// The value of the next parameter.
     #[must_use]
     pub fn bind<'q>(mut self, value: impl Encode<'q, Postgres> + Type<Postgres>) -> Self {
-        self.args = self.args.and_then(|mut args| add(&mut args, value).map(|()| args));
+        self.values = self.values.and_then(|mut values| values.add(value).map(|_| values));
         self
     }
 }
@@ -515,37 +539,6 @@ impl fmt::Debug for Filter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Filter").field("text", &self.text).finish_non_exhaustive()
     }
-}
-
-/// A statement on the caller's tables.
-pub(crate) struct Statement {
-    /// Of our words, quoted names and the program's own condition.
-    pub(crate) text: String,
-    pub(crate) args: PgArguments,
-}
-
-impl Statement {
-    pub(crate) async fn rows(self, conn: &mut PgConnection) -> sqlx::Result<Vec<PgRow>> {
-        let rows = sqlx::query_with(AssertSqlSafe(self.text), self.args).fetch_all(&mut *conn).await;
-        if rows.as_ref().is_err_and(|failure| error::is_stale_statement(failure)) {
-            // It says `t.*`, and a column has been added. This transaction is lost, the next one will prepare it anew.
-            conn.clear_cached_statements().await?;
-        }
-        rows
-    }
-}
-
-pub(crate) fn bound<'q>(value: impl Encode<'q, Postgres> + Type<Postgres>) -> Result<PgArguments> {
-    let mut args = PgArguments::default();
-    add(&mut args, value)?;
-    Ok(args)
-}
-
-pub(crate) fn add<'q>(
-    args: &mut PgArguments,
-    value: impl Encode<'q, Postgres> + Type<Postgres>,
-) -> Result<()> {
-    args.add(value).map_err(|error| Error::misuse(format!("the value cannot be encoded: {error}")))
 }
 
 fn read<R: for<'r> FromRow<'r, PgRow>>(row: &PgRow) -> Result<R> {

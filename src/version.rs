@@ -35,12 +35,12 @@ use std::collections::HashSet;
 use std::hash::Hash;
 use std::time::Duration;
 
-use sqlx::postgres::{PgArguments, PgHasArrayType, PgQueryResult, PgRow};
-use sqlx::{Arguments as _, Encode, FromRow, PgConnection, PgPool, Postgres, Row as _, Type};
+use sqlx::postgres::{PgHasArrayType, PgQueryResult, PgRow};
+use sqlx::{Encode, FromRow, PgConnection, PgPool, Postgres, Row as _, Type};
 
 use crate::error::{self, Error, Result};
 use crate::identifier::{Identifier, Table};
-use crate::row::{Statement, add, bound};
+use crate::statement::{Statement, Values};
 use crate::token::Version;
 use crate::wait::Backoff;
 
@@ -101,6 +101,7 @@ pub struct Versioned {
     table: Table,
     key: Identifier,
     version: Identifier,
+    pooled: bool,
 }
 
 /// What [`Versioned::load`] has read.
@@ -207,6 +208,7 @@ impl Versioned {
             table: Table::new(table)?,
             key: Identifier::new("id")?,
             version: Identifier::new("version")?,
+            pooled: false,
         })
     }
 
@@ -226,6 +228,14 @@ impl Versioned {
     pub fn version(mut self, column: &str) -> Result<Self> {
         self.version = Identifier::new(column)?;
         Ok(self)
+    }
+
+    /// Behind a transaction-mode pooler that keeps no prepared statements (PgBouncer before 1.21) sessions are shared, and
+    /// so would be the statements' names: with `true` they have none, for one round trip more each time.
+    #[must_use]
+    pub fn transaction_pooler(mut self, pooled: bool) -> Self {
+        self.pooled = pooled;
+        self
     }
 
     /// The statement that gives the table its column of versions, for a migration of yours.
@@ -267,12 +277,12 @@ impl Versioned {
         R: for<'r> FromRow<'r, PgRow>,
         K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
     {
-        let Self { table, key, version } = self;
+        let Self { table, key, version, .. } = self;
         let text = format!(
             "SELECT t.*, t.{version}::bigint AS fencepost_version FROM {table} AS t WHERE t.{key} = $1"
         );
         let failed = |source| Error::on_callers_objects(READING, source);
-        let rows = Statement { text, args: bound(&id)? }.rows(conn).await.map_err(failed)?;
+        let rows = self.statement(text, Values::of(&id)?).rows(conn).await.map_err(failed)?;
         let Some(row) = self.only(&rows)? else { return Ok(None) };
         let version = self.not_null(row.try_get("fencepost_version").map_err(failed)?)?;
         Ok(Some(Current { value: R::from_row(row).map_err(failed)?, version }))
@@ -300,10 +310,10 @@ impl Versioned {
     where
         K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
     {
-        let (set, args) = changes.of_one(&self.key, &self.version)?;
+        let (set, values) = changes.of_one(&self.key, &self.version)?;
         let Self { table, version: column, .. } = self;
         let change = format!("UPDATE {table} AS t SET {set}{column} = t.{column} + 1");
-        Ok(match self.change(conn, UPDATING, &change, args, &id, version).await? {
+        Ok(match self.change(conn, UPDATING, &change, values, &id, version).await? {
             Changed::Done(new) if new > version => Update::Updated(new),
             Changed::Done(_) => return Err(self.not_versioned("a trigger takes the increment back")),
             Changed::Conflict(current) => Update::Conflict { current },
@@ -326,7 +336,7 @@ impl Versioned {
         K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
     {
         let change = format!("DELETE FROM {} AS t", self.table);
-        Ok(match self.change(conn, DELETING, &change, PgArguments::default(), &id, version).await? {
+        Ok(match self.change(conn, DELETING, &change, Values::default(), &id, version).await? {
             Changed::Done(_) => Delete::Deleted,
             Changed::Conflict(current) => Delete::Conflict { current },
             Changed::Gone => Delete::Gone,
@@ -362,12 +372,9 @@ impl Versioned {
             return Err(Error::misuse("of several rows each key is given once"));
         }
         let many = changes.of_many(&self.key, &self.version, keys.len())?;
-        let mut args = many.args;
-        add(&mut args, keys)?;
-        let key_at = args.len();
-        add(&mut args, versions)?;
-        let version_at = args.len();
-        let Self { table, key, version } = self;
+        let mut values = many.values;
+        let (key_at, version_at) = (values.add(keys)?, values.add(versions)?);
+        let Self { table, key, version, .. } = self;
         let (set, columns, arrays) = (many.set, many.columns, many.arrays);
         // Locked in the order of the keys, and as they are then; what is locked stays so. The key and the number are read
         // from the row that is updated, so that a partition can be left.
@@ -389,7 +396,8 @@ impl Versioned {
              FROM fencepost_wanted AS w LEFT JOIN fencepost_updated AS u ON u.n = w.fencepost_n \
              LEFT JOIN fencepost_locked AS l ON l.n = w.fencepost_n ORDER BY w.fencepost_n"
         );
-        let answers = Statement { text, args }.rows(conn).await.map_err(|source| failed(UPDATING, source))?;
+        let answers =
+            self.statement(text, values).rows(conn).await.map_err(|source| failed(UPDATING, source))?;
         let failed = |source| Error::on_callers_objects(UPDATING, source);
         let mut many = UpdatedMany { updated: Vec::new(), conflicts: Vec::new(), gone: Vec::new() };
         let mut before = 0;
@@ -480,18 +488,15 @@ impl Versioned {
         conn: &mut PgConnection,
         doing: &'static str,
         change: &str,
-        mut args: PgArguments,
+        mut values: Values,
         id: &K,
         version: Version,
     ) -> Result<Changed>
     where
         K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
     {
-        add(&mut args, id)?;
-        let key_at = args.len();
-        add(&mut args, version)?;
-        let version_at = args.len();
-        let Self { table, key, version: column } = self;
+        let (key_at, version_at) = (values.add(id)?, values.add(version)?);
+        let Self { table, key, version: column, .. } = self;
         // Both parts see the row as it was before. The second is evaluated only if the first has changed none.
         let text = format!(
             "WITH fencepost_changed AS (\
@@ -501,7 +506,7 @@ impl Versioned {
              UNION ALL SELECT false, t.{column}::bigint FROM {table} AS t \
              WHERE t.{key} = ${key_at} AND NOT EXISTS (SELECT FROM fencepost_changed)"
         );
-        let rows = Statement { text, args }.rows(conn).await.map_err(|source| failed(doing, source))?;
+        let rows = self.statement(text, values).rows(conn).await.map_err(|source| failed(doing, source))?;
         let Some(row) = self.only(&rows)? else { return Ok(Changed::Gone) };
         let failed = |source| Error::on_callers_objects(doing, source);
         let found = self.not_null(row.try_get("version").map_err(failed)?)?;
@@ -520,13 +525,17 @@ impl Versioned {
     where
         K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
     {
-        let Self { table, key, version: column } = self;
+        let Self { table, key, version: column, .. } = self;
         let text = format!("SELECT t.{column}::bigint AS version FROM {table} AS t WHERE t.{key} = $1");
         let failed = |source| Error::on_callers_objects(READING, source);
-        let rows = Statement { text, args: bound(id)? }.rows(conn).await.map_err(failed)?;
+        let rows = self.statement(text, Values::of(id)?).rows(conn).await.map_err(failed)?;
         let Some(row) = self.only(&rows)? else { return Ok(Changed::Gone) };
         let found = self.not_null(row.try_get("version").map_err(failed)?)?;
         if found == version { Err(self.suppressed()) } else { Ok(Changed::Conflict(found)) }
+    }
+
+    fn statement(&self, text: String, values: Values) -> Statement {
+        Statement { text, values, named: !self.pooled }
     }
 
     fn only<'r>(&self, rows: &'r [PgRow]) -> Result<Option<&'r PgRow>> {

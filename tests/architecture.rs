@@ -12,7 +12,7 @@ const LAYERS: &[&[&str]] = &[
     // Words.
     &["clock", "error", "identifier", "mistake", "name", "token", "wait"],
     // Plumbing.
-    &["sql", "migrate", "pooler", "owner", "retry", "savepoint"],
+    &["sql", "migrate", "pooler", "owner", "retry", "savepoint", "statement"],
     // What Postgres holds.
     &["row"],
     // What a table holds.

@@ -3,12 +3,12 @@
 use std::fmt;
 use std::fmt::Write as _;
 
-use sqlx::postgres::{PgArguments, PgHasArrayType};
+use sqlx::postgres::PgHasArrayType;
 use sqlx::{Encode, Postgres, Type};
 
 use crate::error::{Error, Result};
 use crate::identifier::Identifier;
-use crate::row::add;
+use crate::statement::Values;
 
 /// What an update sets.
 ///
@@ -30,7 +30,7 @@ use crate::row::add;
 #[derive(Default)]
 pub struct Changes {
     sets: Vec<Set>,
-    args: PgArguments,
+    values: Values,
     /// The first mistake.
     mistake: Option<Error>,
 }
@@ -49,7 +49,7 @@ pub(super) struct Many {
     pub(super) columns: String,
     /// `, unnest($2)`
     pub(super) arrays: String,
-    pub(super) args: PgArguments,
+    pub(super) values: Values,
 }
 
 impl Changes {
@@ -79,7 +79,7 @@ impl Changes {
     ) -> Self {
         if self.mistake.is_none() {
             let added = Identifier::new(column).and_then(|column| {
-                add(&mut self.args, value)?;
+                self.values.add(value)?;
                 self.sets.push(Set { column, each });
                 Ok(())
             });
@@ -89,12 +89,12 @@ impl Changes {
     }
 
     /// `"a" = $1, `, and the values.
-    pub(super) fn of_one(self, key: &Identifier, version: &Identifier) -> Result<(String, PgArguments)> {
-        let Many { set, columns, args, .. } = self.parts(key, version, None)?;
+    pub(super) fn of_one(self, key: &Identifier, version: &Identifier) -> Result<(String, Values)> {
+        let Many { set, columns, values, .. } = self.parts(key, version, None)?;
         if !columns.is_empty() {
             return Err(Error::misuse("a value for each row is for update_many"));
         }
-        Ok((set, args))
+        Ok((set, values))
     }
 
     pub(super) fn of_many(self, key: &Identifier, version: &Identifier, rows: usize) -> Result<Many> {
@@ -119,9 +119,9 @@ impl Changes {
             }
             match each {
                 None => _ = write!(set, "{column} = ${at}, "),
-                Some(values) => {
-                    if let Some(rows) = rows.filter(|rows| rows != values) {
-                        return Err(Error::misuse(format!("{column} has {values} values for {rows} rows")));
+                Some(count) => {
+                    if let Some(rows) = rows.filter(|rows| rows != count) {
+                        return Err(Error::misuse(format!("{column} has {count} values for {rows} rows")));
                     }
                     _ = write!(set, "{column} = w.fencepost_{at}, ");
                     _ = write!(columns, ", fencepost_{at}");
@@ -129,7 +129,7 @@ impl Changes {
                 }
             }
         }
-        Ok(Many { set, columns, arrays, args: self.args })
+        Ok(Many { set, columns, arrays, values: self.values })
     }
 }
 

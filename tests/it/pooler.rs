@@ -4,7 +4,9 @@
 
 use std::time::Duration;
 
+use fencepost::row::RowLock;
 use fencepost::testing::Server;
+use fencepost::{Isolation, transaction};
 use sqlx::postgres::PgPoolOptions;
 
 use crate::pgbouncer::PgBouncer;
@@ -116,4 +118,45 @@ async fn a_session_mode_pooler_is_as_good_as_none() {
     // Told otherwise, it believes what it is told.
     let told = fencepost::Owner::builder(&pool).transaction_pooler(true).start().await.unwrap();
     assert!(told.is_pooled() && hold(&told, "report").await.release().await.unwrap());
+}
+
+// Row locks are prepared statements: nameless ones do not collide.
+#[tokio::test(flavor = "multi_thread")]
+async fn transactions_and_row_locks_work_behind_a_transaction_mode_pooler() {
+    let server = server().await;
+    let Some(pgbouncer) = PgBouncer::before(&server, "transaction", 2, "postgres").await else { return };
+    let direct = PgPoolOptions::new().connect_lazy_with(server.options());
+    sqlx::raw_sql("CREATE TABLE data (id bigint PRIMARY KEY, n int); INSERT INTO data VALUES (1, 0), (2, 0)")
+        .execute(&direct)
+        .await
+        .unwrap();
+    let clients: Vec<_> = (0..6_i64)
+        .map(|client| {
+            let pool = PgPoolOptions::new().max_connections(1).connect_lazy_with(pgbouncer.options());
+            tokio::spawn(async move {
+                let lock = &RowLock::on("data").unwrap().at_most(LONG).unwrap().transaction_pooler(true);
+                let keys = &[1 + client % 2, 2 - client % 2];
+                for _ in 0..10 {
+                    let done = transaction(&pool, Isolation::ReadCommitted, |tx| {
+                        Box::pin(async move {
+                            assert!(lock.lock_many::<(i64, i32), _>(tx, keys).await?.is_complete());
+                            assert!(lock.lock::<(i64, i32), _>(tx, 1_i64).await?.found().is_some());
+                            sqlx::raw_sql("UPDATE data SET n = n + 1").execute(&mut **tx).await?;
+                            Ok::<_, fencepost::Error>(())
+                        })
+                    });
+                    done.await.unwrap();
+                }
+            })
+        })
+        .collect();
+    for client in clients {
+        within("the clients", client).await.unwrap();
+    }
+    until_true(&direct, "each was done", "SELECT bool_and(n = 60) FROM data").await;
+    let idle = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%')";
+    until_true(&direct, "no transaction is left", idle).await;
+    let mut conn = connect(&pgbouncer.options()).await;
+    let row = sqlx::Executor::fetch_one(&mut conn, sqlx::raw_sql("SHOW lock_timeout")).await.unwrap();
+    assert_eq!(sqlx::Row::get::<String, _>(&row, 0), "0");
 }
