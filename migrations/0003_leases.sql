@@ -240,7 +240,8 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text, boolean, boolean) FROM PUBLIC;
 
--- release(name, token, grant_id): released: this grant still held the lease; asked again, the same answer.
+-- release(name, token, grant_id): released: this grant still held the lease, by a living owner; asked again, the
+-- same answer.
 -- Only this grant: a lease that somebody else holds by now is left alone. Grants it to the oldest living
 -- ticket in the same statement, and says whom to wake. Never waits for an open fence (NO KEY UPDATE passes
 -- its KEY SHARE): then it is free and cannot be granted yet, and waiting says that somebody wants it: see
@@ -253,15 +254,19 @@ BEGIN
         RAISE EXCEPTION 'fencepost.release needs READ COMMITTED' USING ERRCODE = 'LK004';
     END IF;
     waiting := false;
-    -- The owner's life may be judged in the statement that locks: if this waits for a takeover, either that
-    -- commits and the pair is another one, or it does not and nobody was granted anything.
-    UPDATE fencepost.leases l SET released_at = clock_timestamp()
+    -- Freed whether its owner lives or not, since that may not be decided yet: by what is committed it may be
+    -- dead while a heartbeat in flight lets it live on. Its life decides the answer alone, and is written down with
+    -- it. (It may be judged in the statement that locks: if this waits for a takeover, either that commits and the
+    -- pair is another one, or it does not and nobody was granted anything.)
+    UPDATE fencepost.leases l
+       SET released_at = clock_timestamp(),
+           expires_at = CASE WHEN l.owner IS NULL OR EXISTS (SELECT FROM fencepost.owners o
+                                                              WHERE o.id = l.owner AND o.expires_at > clock_timestamp())
+                             THEN l.expires_at ELSE 'epoch' END
      WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NULL
-       AND (l.owner IS NULL
-            OR EXISTS (SELECT FROM fencepost.owners o WHERE o.id = l.owner AND o.expires_at > clock_timestamp()))
     RETURNING l.expires_at IS NULL OR l.released_at < l.expires_at INTO released;
     IF NOT FOUND THEN
-        -- Somebody else's by now, or ended with its owner; or released before, and then the same answer as then.
+        -- Somebody else's by now; or released before, and then the same answer as then.
         SELECT l.expires_at IS NULL OR l.released_at < l.expires_at INTO released FROM fencepost.leases l
          WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NOT NULL;
         released := coalesce(released, false);

@@ -39,6 +39,9 @@ BEGIN
     IF p_lease IS NULL OR octet_length(p_lease) NOT BETWEEN 1 AND 255 OR p_lease ~ '[\x01-\x1f\x7f]' THEN
         RAISE EXCEPTION 'a lease name is 1 to 255 bytes without control characters' USING ERRCODE = 'LK005';
     END IF;
+    IF p_table IS NULL THEN
+        RAISE EXCEPTION 'protect takes a table, not null' USING ERRCODE = 'LK005';
+    END IF;
     IF v_parent IS NOT NULL THEN
         RAISE EXCEPTION '% is a part of %: protect that one', p_table, v_parent
               USING ERRCODE = 'LK005', HINT = 'A statement that names the parent would pass a trigger of the part.';
@@ -57,6 +60,11 @@ LANGUAGE plpgsql VOLATILE SECURITY INVOKER SET search_path = pg_catalog, pg_temp
 DECLARE
     v_table regclass;
 BEGIN
+    IF p_table IS NULL THEN
+        RAISE EXCEPTION 'unprotect takes a table, not null' USING ERRCODE = 'LK005';
+    END IF;
+    -- First, with its parts: DROP TRIGGER locks the trigger before the table, and two at once would deadlock.
+    EXECUTE format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE', p_table);
     FOR v_table IN SELECT t.relid FROM fencepost.parts(p_table) t LOOP
         EXECUTE format('DROP TRIGGER IF EXISTS fencepost_fence ON %s', v_table);
     END LOOP;

@@ -9,6 +9,9 @@ LANGUAGE plpgsql VOLATILE SECURITY INVOKER SET search_path = pg_catalog, pg_temp
 DECLARE
     v_function text;
 BEGIN
+    IF p_role IS NULL THEN
+        RAISE EXCEPTION 'allow takes a role, not null' USING ERRCODE = 'LK005';
+    END IF;
     EXECUTE format('GRANT USAGE ON SCHEMA fencepost TO %s', p_role);
     FOREACH v_function IN ARRAY ARRAY[
         'owner_start', 'heartbeat', 'owner_stop', 'acquire', 'release', 'hand_over', 'withdraw', 'owned', 'wake_channel',

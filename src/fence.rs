@@ -5,7 +5,7 @@
 //! whose lock lives in another system, and tables that must never be written without a fence.
 
 use sqlx::postgres::PgTransaction;
-use sqlx::{AssertSqlSafe, Executor as _, PgConnection};
+use sqlx::{AssertSqlSafe, PgConnection};
 
 use crate::error::{Error, Result};
 use crate::name::LockName;
@@ -32,9 +32,7 @@ use crate::token::{FencingToken, Grant};
 /// `client_connection_check_interval` to one second for the rest of the transaction.
 pub async fn check(tx: &mut PgTransaction<'_>, name: &LockName, grant: Grant) -> Result<()> {
     let text = sql::fence(name, grant);
-    tx.execute(sqlx::raw_sql(AssertSqlSafe(text)))
-        .await
-        .map_err(|source| Error::database("passing a fence", source))?;
+    sql::rows(tx, AssertSqlSafe(text)).await.map_err(|source| Error::database("passing a fence", source))?;
     Ok(())
 }
 

@@ -151,7 +151,8 @@ impl Lease {
                 json.len()
             )));
         }
-        if json.contains("\\u0000") {
+        // Not an escaped backslash and four digits after it.
+        if json.replace("\\\\", "").contains("\\u0000") {
             return Err(Error::misuse("metadata has a NUL character, which jsonb cannot hold"));
         }
         Ok(Self { metadata: Some(json), ..self })

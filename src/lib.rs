@@ -46,6 +46,7 @@ pub mod testing;
 pub mod version;
 
 mod clock;
+mod driver;
 mod identifier;
 mod lease;
 mod mistake;

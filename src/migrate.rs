@@ -14,9 +14,11 @@
 //! | a newer one that does not | [`Error::SchemaVersion`] |
 //! | an older one from the printed form | [`Error::SchemaVersion`]: the application's migrations own it; add [`sql_since`] |
 
-use sqlx::postgres::PgRow;
-use sqlx::{AssertSqlSafe, Connection as _, Executor as _, PgConnection, PgPool, Row as _};
+use sqlx::postgres::{PgConnectOptions, PgRow};
+use sqlx::{AssertSqlSafe, Connection as _, PgConnection, PgPool, Row as _};
+use tokio::time::timeout;
 
+use crate::driver::caught;
 use crate::error::{Error, Result};
 use crate::sql;
 
@@ -77,9 +79,9 @@ const VERSION_TABLE: &str = "\
 /// use another role (`SELECT fencepost.allow('app')`).
 ///
 /// # Errors
-/// [`Error::SchemaVersion`] as in the table of [this module](self); [`Error::Database`] with Postgres's
-/// report, in which case nothing has changed; [`Error::OutcomeUnknown`] if the answer to COMMIT was lost:
-/// call it again.
+/// [`Error::Misuse`] for a pool with several hosts in one URL; [`Error::SchemaVersion`] as in the table of [this module](self); [`Error::Database`] with Postgres's
+/// report, in which case nothing has changed; [`Error::TimedOut`] if there is no connection within the pool's
+/// `acquire_timeout`; [`Error::OutcomeUnknown`] if the answer to COMMIT was lost: call it again.
 ///
 /// # Cancel safety
 /// Dropping the future closes its connection; the transaction is rolled back, or had been committed.
@@ -89,30 +91,36 @@ const VERSION_TABLE: &str = "\
 /// transaction, so a transaction-mode pooler is no obstacle.
 pub async fn migrate(pool: &PgPool) -> Result<()> {
     let fail = |source| Error::database("migrating the schema fencepost", source);
-    let mut conn = PgConnection::connect_with(&pool.connect_options()).await.map_err(fail)?;
+    let patience = pool.options().get_acquire_timeout();
+    let options = pool.connect_options();
+    check_hosts(&options)?;
+    let mut conn = timeout(patience, caught(PgConnection::connect_with(&options)))
+        .await
+        .map_err(|_elapsed| Error::TimedOut { step: "connecting to migrate", after: patience, source: None })?
+        .map_err(fail)?;
     if let Some(found) = installed(&mut conn).await?
         && found.version >= VERSION
     {
         return found.check();
     }
-    conn.execute(sqlx::raw_sql(BEGIN)).await.map_err(fail)?;
-    conn.execute(sqlx::raw_sql(LOCK)).await.map_err(fail)?;
+    sql::rows(&mut conn, BEGIN).await.map_err(fail)?;
+    sql::rows(&mut conn, LOCK).await.map_err(fail)?;
     let last = match installed(&mut conn).await? {
         Some(found) if found.version >= VERSION => return found.check(),
         Some(found) if !found.ours => return found.check(),
         Some(found) => found.version,
         None => {
-            conn.execute(sqlx::raw_sql(VERSION_TABLE)).await.map_err(fail)?;
+            sql::rows(&mut conn, VERSION_TABLE).await.map_err(fail)?;
             0
         }
     };
-    for &Migration { version, name, sql } in MIGRATIONS.iter().filter(|m| m.version > last) {
-        conn.execute(sqlx::raw_sql(sql)).await.map_err(fail)?;
+    for &Migration { version, name, sql: script } in MIGRATIONS.iter().filter(|m| m.version > last) {
+        sql::rows(&mut conn, script).await.map_err(fail)?;
         let note = format!("INSERT INTO fencepost._migrations (version, name) VALUES ({version}, '{name}')");
-        conn.execute(sqlx::raw_sql(AssertSqlSafe(note))).await.map_err(fail)?;
+        sql::rows(&mut conn, AssertSqlSafe(note)).await.map_err(fail)?;
         tracing::info!(version, name, "fencepost: migration applied");
     }
-    conn.execute(sqlx::raw_sql("COMMIT"))
+    sql::rows(&mut conn, "COMMIT")
         .await
         .map_err(|source| Error::OutcomeUnknown { step: "committing the migration", source })?;
     // Done: a failure to say good-bye changes nothing.
@@ -171,21 +179,35 @@ async fn installed(conn: &mut PgConnection) -> Result<Option<Installed>> {
     let there = "SELECT EXISTS (SELECT FROM pg_catalog.pg_proc p WHERE p.pronamespace = n.oid AND p.proname = 'version') AS version, \
                  EXISTS (SELECT FROM pg_catalog.pg_class c WHERE c.relnamespace = n.oid AND c.relname = '_migrations') AS ours \
                  FROM (SELECT (SELECT oid FROM pg_catalog.pg_namespace WHERE nspname = 'fencepost') AS oid) n";
-    let row = conn.fetch_one(sqlx::raw_sql(there)).await.map_err(fail)?;
+    let row = the_row(conn, there).await.map_err(fail)?;
     let (version, ours) =
         (row.try_get::<bool, _>("version").map_err(fail)?, row.try_get::<bool, _>("ours").map_err(fail)?);
     if !version {
         return Ok(None);
     }
-    let row = conn.fetch_one(sqlx::raw_sql(sql::VERSION)).await.map_err(fail)?;
+    let row = the_row(conn, sql::VERSION).await.map_err(fail)?;
     Installed::read(&row, ours).map(Some).map_err(fail)
 }
 
 /// Whether this library can work with the schema it finds; asked by every owner at its start.
 pub(crate) async fn check_version(conn: &mut PgConnection) -> Result<()> {
     let fail = |source| Error::database("looking at the schema fencepost", source);
-    let row = conn.fetch_one(sqlx::raw_sql(sql::VERSION)).await.map_err(fail)?;
+    let row = the_row(conn, sql::VERSION).await.map_err(fail)?;
     Installed::read(&row, true).map_err(fail)?.check()
+}
+
+/// Refuses several hosts in one URL, as libpq takes them: sqlx takes them for one name.
+pub(crate) fn check_hosts(options: &PgConnectOptions) -> Result<()> {
+    if options.get_host().contains(',') {
+        return Err(Error::misuse(
+            "the pool's options name several hosts in one, which sqlx takes for one name",
+        ));
+    }
+    Ok(())
+}
+
+async fn the_row(conn: &mut PgConnection, ask: &'static str) -> sqlx::Result<PgRow> {
+    sql::rows(conn, ask).await?.pop().ok_or(sqlx::Error::RowNotFound)
 }
 
 #[cfg(test)]

@@ -32,6 +32,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 
 use crate::error::{Error, LossReason, Result};
+use crate::migrate;
 use crate::owner::heartbeat::Beginning;
 use crate::owner::life::{Grants, Life, Stage, enter};
 use crate::owner::session::Statements;
@@ -76,9 +77,13 @@ pub struct Owner {
     inner: Arc<Inner>,
 }
 
-/// What the clones of an owner share (each held thing has one); stops it when the last one goes.
+/// A started owner, on its way to whoever started it and then in their hands: stops when it is dropped.
+#[derive(Debug)]
+struct Started(Arc<Shared>);
+
+/// What the clones of an owner share (each held thing has one); the last one stops it.
 struct Inner {
-    shared: Arc<Shared>,
+    started: Started,
     thread: Mutex<Option<thread::JoinHandle<()>>>,
     /// Nothing is sent; it closes when the thread ends.
     ended: watch::Receiver<bool>,
@@ -131,7 +136,7 @@ impl Owner {
     /// As for [`OwnerBuilder::start`].
     ///
     /// # Cancel safety
-    /// Dropping the future stops what has been started.
+    /// Dropping the future stops what has been started, in the background.
     pub async fn start(pool: &PgPool) -> Result<Self> {
         Self::builder(pool).start().await
     }
@@ -208,7 +213,7 @@ impl Owner {
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
-        &self.inner.shared
+        &self.inner.started.0
     }
 }
 
@@ -222,9 +227,9 @@ impl fmt::Debug for Owner {
     }
 }
 
-impl Drop for Inner {
+impl Drop for Started {
     fn drop(&mut self) {
-        self.shared.stop.send_replace(true);
+        self.0.stop.send_replace(true);
     }
 }
 
@@ -258,7 +263,7 @@ impl OwnerBuilder {
     /// [`Error::TimedOut`] if it does not answer for as long as the ttl (at least 1 s, at most 10 s).
     ///
     /// # Cancel safety
-    /// Dropping the future stops what has been started.
+    /// Dropping the future stops what has been started, in the background.
     ///
     /// # Database
     /// Two connections, one statement on each beside their settings and four to find a pooler.
@@ -271,18 +276,14 @@ impl OwnerBuilder {
                 self.ttl
             )));
         }
-        if self.pool.connect_options().get_host().contains(',') {
-            return Err(Error::misuse(
-                "the pool's options name several hosts in one, which sqlx takes for one name",
-            ));
-        }
+        migrate::check_hosts(&self.pool.connect_options())?;
         let label = self.label.unwrap_or_else(default_label);
         crate::name::check(&label, "a label")?;
         let beginning = Beginning { pool: self.pool, label, ttl: self.ttl, pooled: self.pooled };
 
         let fail = |error| Error::database("starting the owner's thread", sqlx::Error::Io(error));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
-        let (ready, started) = oneshot::channel();
+        let (ready, is_ready) = oneshot::channel();
         let (end, ended) = watch::channel(false);
         let thread = thread::Builder::new()
             .name("fencepost".to_owned())
@@ -293,8 +294,8 @@ impl OwnerBuilder {
                 runtime.shutdown_background();
             })
             .map_err(fail)?;
-        let shared = started.await.map_err(|_ended| Error::Stopped)??;
-        Ok(Owner { inner: Arc::new(Inner { shared, thread: Mutex::new(Some(thread)), ended }) })
+        let started = is_ready.await.map_err(|_ended| Error::Stopped)??;
+        Ok(Owner { inner: Arc::new(Inner { started, thread: Mutex::new(Some(thread)), ended }) })
     }
 }
 

@@ -6,7 +6,9 @@
 
 use std::time::Duration;
 
-use sqlx::{Executor as _, PgConnection, Row as _};
+use sqlx::{PgConnection, Row as _};
+
+use crate::sql;
 
 const PID: &str = "SELECT pg_catalog.pg_backend_pid() AS pid";
 /// Keeps the session busy, so that a pooler cannot lend it to the other connection meanwhile.
@@ -28,7 +30,7 @@ pub(crate) async fn in_transaction_mode(
     let before = pid(first, PID).await?;
     let held = pid(second, BEGIN_AND_PID).await?;
     let again = tokio::time::timeout(PATIENCE, pid(first, PID)).await;
-    second.execute(sqlx::raw_sql(ROLLBACK)).await?;
+    sql::rows(second, ROLLBACK).await?;
     Ok(match again {
         Ok(after) => held == before || after? != before,
         Err(_waited_for_a_session) => true,
@@ -36,5 +38,5 @@ pub(crate) async fn in_transaction_mode(
 }
 
 async fn pid(conn: &mut PgConnection, ask: &'static str) -> sqlx::Result<i32> {
-    conn.fetch_one(sqlx::raw_sql(ask)).await?.try_get("pid")
+    sql::rows(conn, ask).await?.first().ok_or(sqlx::Error::RowNotFound)?.try_get("pid")
 }

@@ -16,6 +16,7 @@ use std::time::Duration;
 use sqlx::postgres::PgTransaction;
 use sqlx::{AssertSqlSafe, Connection as _, Executor as _, PgPool};
 
+use crate::driver::caught;
 use crate::error::{self, Error, Result};
 use crate::wait::Backoff;
 
@@ -77,7 +78,7 @@ pub(crate) async fn begin(
         reason = "sqlx loses track of a transaction whose BEGIN is cancelled, so it must not be; and it belongs to \
                   the runtime of the pool's connections, not to the owner's"
     )]
-    let begun = tokio::spawn(async move { pool.begin_with(AssertSqlSafe(text)).await }).await;
+    let begun = tokio::spawn(async move { caught(pool.begin_with(AssertSqlSafe(text))).await }).await;
     begun.unwrap_or_else(|_runtime_ended| Err(sqlx::Error::WorkerCrashed))
 }
 

@@ -9,9 +9,10 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use sqlx::postgres::{PgArguments, PgRow};
-use sqlx::{AssertSqlSafe, Executor as _, PgConnection, Postgres};
+use sqlx::{AssertSqlSafe, Executor as _, PgConnection, Postgres, SqlSafeStr};
 use uuid::Uuid;
 
+use crate::driver;
 use crate::name::LockName;
 use crate::token::Grant;
 
@@ -121,7 +122,7 @@ impl Call {
                 Arg::Bool(flag) => query.bind(*flag),
             };
         }
-        query.fetch_all(conn).await
+        driver::rows(query.fetch_all(conn)).await
     }
 
     /// Simple protocol, one message: right behind a transaction pooler.
@@ -131,12 +132,12 @@ impl Call {
         bound: Duration,
     ) -> sqlx::Result<Vec<PgRow>> {
         let text = with_bound(PREAMBLE, bound) + &self.written_out();
-        conn.fetch_all(sqlx::raw_sql(AssertSqlSafe(text))).await
+        rows(conn, AssertSqlSafe(text)).await
     }
 
     /// Simple protocol, in whatever state the caller's connection is: leaves no prepared statement behind.
     pub(crate) async fn written_out_on(&self, conn: &mut PgConnection) -> sqlx::Result<Vec<PgRow>> {
-        conn.fetch_all(sqlx::raw_sql(AssertSqlSafe(self.written_out()))).await
+        rows(conn, AssertSqlSafe(self.written_out())).await
     }
 
     /// The text with its parameters in it.
@@ -155,6 +156,11 @@ impl Call {
         }
         out + rest
     }
+}
+
+/// What the text answers, by the simple protocol.
+pub(crate) async fn rows(conn: &mut PgConnection, text: impl SqlSafeStr) -> sqlx::Result<Vec<PgRow>> {
+    driver::rows(conn.fetch_all(sqlx::raw_sql(text))).await
 }
 
 fn push_literal(out: &mut String, arg: &Arg) {

@@ -3,16 +3,19 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
-use std::collections::BTreeMap;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use crate::sources::{folder, sources};
+
+#[path = "support/sources.rs"]
+mod sources;
 
 /// The top-level modules by layer, lowest first. A module may use its own layer and those below.
 const LAYERS: &[&[&str]] = &[
     // Words.
     &["clock", "error", "identifier", "mistake", "name", "token", "wait"],
     // Plumbing.
-    &["sql", "migrate", "pooler", "owner", "retry", "savepoint", "statement"],
+    &["driver", "sql", "migrate", "pooler", "owner", "retry", "savepoint", "statement"],
     // What Postgres holds.
     &["row"],
     // What a table holds.
@@ -24,27 +27,9 @@ const LAYERS: &[&[&str]] = &[
 /// Lines of code (without docs, comments, blanks and tests) at which a file wants to split.
 const WANTS_TO_SPLIT: usize = 400;
 
-fn sources() -> BTreeMap<PathBuf, String> {
-    fn visit(folder: &Path, found: &mut BTreeMap<PathBuf, String>) {
-        for entry in fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                visit(&path, found);
-            } else if path.extension().is_some_and(|ending| ending == "rs") {
-                found.insert(path.clone(), fs::read_to_string(&path).unwrap());
-            }
-        }
-    }
-    let mut found = BTreeMap::new();
-    visit(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
-    assert!(found.len() > 10, "the sources were not found");
-    found
-}
-
 /// The top-level module a file belongs to: `src/owner/life.rs` to `owner`.
 fn module(path: &Path) -> String {
-    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let first = path.strip_prefix(src).unwrap().components().next().unwrap();
+    let first = path.strip_prefix(folder()).unwrap().components().next().unwrap();
     Path::new(first.as_os_str()).file_stem().unwrap().to_str().unwrap().to_owned()
 }
 

@@ -9,11 +9,11 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 use uuid::Uuid;
 
-use super::Shared;
 use super::hand_over::HandedOver;
 use super::life::{Grants, Life, Stage};
 use super::session::{Session, Source, Statements};
 use super::wakes::Wakes;
+use super::{Shared, Started};
 use super::{listen, reconcile};
 use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
@@ -33,15 +33,12 @@ pub(crate) struct Beginning {
 }
 
 /// The main function of the owner's thread. Reports the start, then lives until it is stopped.
-pub(super) async fn live(beginning: Beginning, mut ready: oneshot::Sender<Result<Arc<Shared>>>) {
+pub(super) async fn live(beginning: Beginning, ready: oneshot::Sender<Result<Started>>) {
     let bound = bound(beginning.ttl);
-    let begun = tokio::select! {
-        begun = timeout(bound, begin(beginning)) => begun.unwrap_or_else(|_elapsed| {
-            Err(Error::TimedOut { step: "starting the owner", after: bound, source: None })
-        }),
-        // Nobody waits for it any more. What was begun in the database ends with its ttl.
-        () = ready.closed() => return,
-    };
+    // To its end, also when nobody waits for it any more: what is begun in the database is ended there.
+    let begun = timeout(bound, begin(beginning)).await.unwrap_or_else(|_elapsed| {
+        Err(Error::TimedOut { step: "starting the owner", after: bound, source: None })
+    });
     let (shared, session, life) = match begun {
         Ok(begun) => begun,
         Err(error) => {
@@ -51,9 +48,8 @@ pub(super) async fn live(beginning: Beginning, mut ready: oneshot::Sender<Result
         }
     };
     let _end = EndOfThread(Arc::clone(&shared));
-    if ready.send(Ok(Arc::clone(&shared))).is_err() {
-        shared.stop.send_replace(true);
-    }
+    // Nobody waiting for it, now or before it is taken: dropped, which stops it.
+    drop(ready.send(Ok(Started(Arc::clone(&shared)))));
     let mut stop = shared.stop.subscribe();
     tokio::select! {
         () = lives(&shared, session, life) => {}

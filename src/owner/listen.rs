@@ -9,6 +9,7 @@ use sqlx::postgres::{PgListener, PgPoolOptions};
 use super::Shared;
 use super::life::{Life, Stage};
 use super::wakes;
+use crate::driver::caught;
 use crate::wait::Backoff;
 
 /// Listens for the present life's channel, and reconnects for as long as the owner is there. Behind a
@@ -20,7 +21,7 @@ pub(super) async fn forever(shared: &Shared) {
     shared.wakes.wanted().await;
     let mut backoff = Backoff::new(Duration::from_millis(10), Duration::from_secs(1));
     loop {
-        let Err(error) = listen(shared, &mut backoff).await;
+        let Err(error) = caught(listen(shared, &mut backoff)).await;
         shared.wakes.set_listening(false);
         tracing::warn!(label = shared.label, %error, "fencepost: not listening; those who wait ask until it works again");
         tokio::time::sleep(backoff.pause()).await;

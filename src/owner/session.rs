@@ -5,11 +5,12 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use sqlx::postgres::{PgConnectOptions, PgRow};
-use sqlx::{AssertSqlSafe, ConnectOptions as _, Executor as _, PgConnection, PgPool};
+use sqlx::{AssertSqlSafe, ConnectOptions as _, PgConnection, PgPool};
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
 use crate::clock::Moment;
+use crate::driver::caught;
 use crate::error::{Error, Result, is_refusal, is_transient, leaves_outcome_open};
 use crate::sql::{self, Call};
 use crate::wait::Backoff;
@@ -42,7 +43,8 @@ impl Source {
 
     /// A bare connection: nothing set, so right in front of a pooler too.
     pub(crate) async fn connect(&self) -> sqlx::Result<PgConnection> {
-        timeout(self.bound, self.options().connect()).await.unwrap_or_else(|_| Err(too_slow("connecting")))
+        let connect = caught(async { self.options().connect().await });
+        timeout(self.bound, connect).await.unwrap_or_else(|_| Err(too_slow("connecting")))
     }
 
     pub(crate) async fn open(&self) -> sqlx::Result<Session> {
@@ -53,7 +55,7 @@ impl Source {
     /// Makes a bare connection a session of ours.
     pub(crate) async fn adopt(&self, mut conn: PgConnection) -> sqlx::Result<Session> {
         if !self.pooled {
-            let set = conn.execute(sqlx::raw_sql(AssertSqlSafe(self.settings())));
+            let set = sql::rows(&mut conn, AssertSqlSafe(self.settings()));
             timeout(self.bound, set).await.unwrap_or_else(|_| Err(too_slow("setting up a session")))?;
         }
         Ok(Session { conn, pooled: self.pooled, bound: self.bound })

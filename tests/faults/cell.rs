@@ -94,9 +94,8 @@ pub(crate) const EVERYTHING: Cell = Cell {
         (8, Fault::Kill),
         (13, Fault::EndSession(Session::Heartbeat)),
         (13, Fault::EndSession(Session::Call)),
-        (12, Fault::EndSession(Session::Listening)),
-        (12, Fault::EndSession(Session::Application)),
-        (12, Fault::EndSession(Session::Fenced)),
+        (18, Fault::EndSession(Session::Application)),
+        (18, Fault::EndSession(Session::Fenced)),
     ],
     needs: &["grants", "fenced writes", "twin writes", "rejected fences", "losses signalled"],
     ..TRYING

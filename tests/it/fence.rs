@@ -5,7 +5,6 @@ use fencepost::fence;
 use fencepost::{Error, FencingToken, Grant, GrantId, HeldLease, LockName, LossReason};
 use sqlx::{Acquire as _, PgPool, Row as _};
 
-use crate::cancel::after_polls;
 use crate::support::{
     LONG, SHORT, TOUGH, database, hold, hold_when_free, lease, owner, until, until_true, within,
 };
@@ -322,35 +321,6 @@ fn one_connection(database: &fencepost::testing::TestDatabase) -> PgPool {
         .max_connections(1)
         .test_before_acquire(false)
         .connect_lazy_with(database.options())
-}
-
-// C07: a begin dropped after any poll leaves no open transaction behind.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_begin_dropped_after_any_poll_leaves_no_open_transaction() {
-    let (database, pool) = database().await;
-    let held = hold(&owner(&pool, "a", LONG).await, "account").await;
-    let single = one_connection(&database);
-    for round in 0..40 {
-        // Polls and, since the work is in a task of its own, moments in between.
-        let complete = after_polls(round % 4, held.begin(&single)).await.is_some();
-        for _ in 0..round / 4 {
-            tokio::task::yield_now().await;
-        }
-        let clean: bool = within(
-            "a connection of the pool",
-            sqlx::query_scalar("SELECT pg_current_xact_id_if_assigned() IS NULL").fetch_one(&single),
-        )
-        .await
-        .unwrap();
-        assert!(clean, "round {round}, complete {complete}: in an open transaction");
-    }
-    until_true(
-        &pool,
-        "no session idle in a transaction",
-        "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%')",
-    )
-    .await;
-    assert!(held.is_held());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,12 +1,18 @@
-//! Bad input: a typed error before any statement is sent, without a word of SQL.
+//! Bad input: a typed error before any statement is sent, without a word of SQL. Whatever is accepted reaches the
+//! database as it is.
 
 use std::time::Duration;
 
 use fencepost::row::{Order, RowLock};
-use fencepost::{Error, Lease, LockName, Owner};
+use fencepost::{Error, FencingToken, Grant, Lease, LockName, Owner, Wait};
 use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+use serde_json::Value;
 use sqlx::PgPool;
 use sqlx::postgres::PgConnectOptions;
+use tokio::runtime::Handle;
+
+use crate::support::{LONG, database, hold_when_free, owner, within};
 
 /// A pool that reaches nobody: whoever sends a statement through it gets a database error, not a misuse.
 fn nowhere() -> PgPool {
@@ -58,6 +64,49 @@ fn a_lease_refuses_what_is_out_of_range() {
     assert!(is_plain_misuse(&lease.metadata(&not_json).unwrap_err()));
 }
 
+/// Any time there is, and more often those at the edges.
+fn durations() -> impl Strategy<Value = Duration> {
+    let any = (any::<u64>(), 0..1_000_000_000_u32).prop_map(|(secs, nanos)| Duration::new(secs, nanos));
+    let short = (0..2_000_000_000_u64).prop_map(Duration::from_nanos);
+    let days = (0..500_u64, 0..2_u32).prop_map(|(days, nanos)| Duration::new(days * 86_400, nanos));
+    let edges = [Duration::ZERO, Duration::MAX, Owner::MIN_TTL, Owner::MAX_TTL, Lease::MAX_AT_MOST];
+    prop_oneof![any, short, days, proptest::sample::select(edges.to_vec())]
+}
+
+/// Any JSON, with strings that look like an escaped character more often than most.
+fn json() -> impl Strategy<Value = Value> {
+    let parts = proptest::sample::select(vec!["\\", "u0000", "\0", "\"", "🦀", "\n", " "]);
+    let text =
+        prop_oneof![any::<String>(), prop::collection::vec(parts, 0..6).prop_map(|parts| parts.concat())];
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        text.clone().prop_map(Value::from),
+    ];
+    leaf.prop_recursive(4, 24, 6, move |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
+            prop::collection::btree_map(text.clone(), inner, 0..6)
+                .prop_map(|map| Value::Object(map.into_iter().collect())),
+        ]
+    })
+}
+
+fn has_nul(json: &Value) -> bool {
+    match json {
+        Value::String(text) => text.contains('\0'),
+        Value::Array(values) => values.iter().any(has_nul),
+        Value::Object(map) => map.iter().any(|(key, value)| key.contains('\0') || has_nul(value)),
+        _ => false,
+    }
+}
+
+fn is_good(text: &str) -> bool {
+    !text.is_empty() && text.len() <= LockName::MAX_BYTES && !text.chars().any(|c| c.is_ascii_control())
+}
+
 #[test]
 fn a_row_lock_refuses_names_and_bounds_that_cannot_be() {
     let accounts = RowLock::on("accounts").unwrap();
@@ -77,42 +126,156 @@ fn a_row_lock_refuses_names_and_bounds_that_cannot_be() {
 
 proptest! {
     #[test]
-    fn any_text_is_a_name_or_a_misuse(text in any::<String>()) {
-        let good = !text.is_empty() && text.len() <= LockName::MAX_BYTES && !text.chars().any(char::is_control);
+    fn any_text_is_a_name_or_a_misuse(text in prop_oneof![any::<String>(), "\\PC{250,260}", "[a-z\x00-\x1f\x7f-\u{9f}]{1,3}"]) {
         match LockName::new(&text) {
-            Ok(name) => { prop_assert!(good); prop_assert_eq!(name.as_str(), text.as_str()) }
-            Err(refused) => { prop_assert!(!good); prop_assert!(is_plain_misuse(&refused)) }
+            Ok(name) => { prop_assert!(is_good(&text)); prop_assert_eq!(name.as_str(), text.as_str()) }
+            Err(refused) => { prop_assert!(!is_good(&text)); prop_assert!(is_plain_misuse(&refused)) }
         }
     }
 
     #[test]
-    fn any_text_is_a_grant_or_a_misuse(text in "[0-9]{0,25}/?[0-9a-f-]{0,40}") {
-        match text.parse::<fencepost::Grant>() {
-            Ok(grant) => prop_assert_eq!(grant.to_string().parse::<fencepost::Grant>().unwrap(), grant),
+    fn any_text_is_a_grant_or_a_misuse(text in prop_oneof![any::<String>(), "-?[0-9]{0,25}/?[0-9a-fA-F{}:un-]{0,40}"]) {
+        match text.parse::<Grant>() {
+            Ok(grant) => prop_assert_eq!(grant.to_string().parse::<Grant>().unwrap(), grant),
             Err(refused) => prop_assert!(is_plain_misuse(&refused)),
+        }
+        prop_assert_eq!(
+            serde_json::from_value::<Grant>(Value::from(text.clone())).ok(), text.parse::<Grant>().ok()
+        );
+    }
+
+    #[test]
+    fn any_number_is_a_token_or_a_misuse(number in any::<i64>(), other in json()) {
+        let token = FencingToken::new(number);
+        prop_assert_eq!(token.is_ok(), number > 0);
+        prop_assert_eq!(serde_json::from_value::<FencingToken>(number.into()).ok(), token.as_ref().ok().copied());
+        match token {
+            Ok(token) => prop_assert_eq!(serde_json::to_value(token).unwrap(), Value::from(number)),
+            Err(refused) => prop_assert!(is_plain_misuse(&refused)),
+        }
+        // Other JSON is none, and no panic.
+        if other.as_i64().is_none() {
+            prop_assert!(serde_json::from_value::<FencingToken>(other.clone()).is_err());
+        }
+        if !other.is_string() {
+            prop_assert!(serde_json::from_value::<Grant>(other).is_err());
+        }
+    }
+
+    #[test]
+    fn any_time_is_a_cap_or_a_misuse(at_most in durations()) {
+        let good = at_most >= Duration::from_millis(1) && at_most <= Lease::MAX_AT_MOST;
+        match Lease::named("report").unwrap().at_most(at_most) {
+            Ok(_) => prop_assert!(good),
+            Err(refused) => prop_assert!(!good && is_plain_misuse(&refused)),
+        }
+    }
+
+    #[test]
+    fn any_json_is_metadata_or_a_misuse(json in json()) {
+        let good = !has_nul(&json) && json.to_string().len() <= Lease::MAX_METADATA_BYTES;
+        match Lease::named("report").unwrap().metadata(&json) {
+            Ok(_) => prop_assert!(good),
+            Err(refused) => prop_assert!(!good && is_plain_misuse(&refused)),
         }
     }
 }
 
-// Whatever a name holds, it reaches the database as it is: nothing of it is ever quoted.
+/// Checks `property` on this many values, each to its end.
+fn holds<S: Strategy>(cases: u32, values: S, property: impl AsyncFn(S::Value)) {
+    tokio::task::block_in_place(|| {
+        let mut runner = TestRunner::new(ProptestConfig::with_cases(cases));
+        let checked = runner.run(&values, |value| {
+            Handle::current().block_on(property(value));
+            Ok(())
+        });
+        checked.unwrap();
+    });
+}
+
+// A label and a ttl: refused without a word to the database, or the start goes on to the database.
 #[tokio::test(flavor = "multi_thread")]
-async fn strange_names_travel_unharmed() {
-    let (_database, pool) = crate::support::database().await;
-    let a = crate::support::owner(&pool, "o'brien \"the\" \\ $1", crate::support::LONG).await;
-    for name in ["'", "''; DROP SCHEMA fencepost; --", "$1", "\\", "%", "köln/日本 🦀", &"x".repeat(255)]
-    {
-        let lease = Lease::named(name).unwrap().metadata(&name).unwrap();
-        let held = lease.try_acquire(&a).await.unwrap().unwrap();
-        let mut tx = held.begin(&pool).await.unwrap();
-        let stored: String = sqlx::query_scalar(
-            "SELECT name FROM fencepost.leases WHERE token = $1 AND metadata #>> '{}' = name",
-        )
-        .bind(held.token())
-        .fetch_one(&mut *tx)
-        .await
-        .unwrap();
-        assert_eq!(stored, name);
-        tx.commit().await.unwrap();
-        assert!(held.release().await.unwrap());
+async fn any_label_and_ttl_begin_an_owner_or_are_a_misuse() {
+    let pool = nowhere();
+    let labels = prop_oneof![any::<String>(), "[a-zé\x00-\x1f\x7f]{1,3}", "\\PC{120,130}"];
+    holds(128, (labels, durations()), async |(label, ttl)| {
+        let refused = Owner::builder(&pool).label(&label).ttl(ttl).start();
+        let refused = within("a start", refused).await.unwrap_err();
+        if is_good(&label) && ttl >= Owner::MIN_TTL && ttl <= Owner::MAX_TTL {
+            assert!(matches!(refused, Error::Database { .. }) && refused.is_retryable(), "{refused:?}");
+        } else {
+            assert!(is_plain_misuse(&refused), "{label:?} {ttl:?}: {refused:?}");
+        }
+    });
+}
+
+// Names, caps, waits and graces of any length, on a real database: acquired, with what was said, and no overflow.
+#[tokio::test(flavor = "multi_thread")]
+async fn whatever_is_accepted_works_and_arrives_unharmed() {
+    let (_database, pool) = database().await;
+    let a = owner(&pool, "a", LONG).await;
+    let names =
+        prop_oneof![any::<String>(), "[-'\"\\\\$%;日🦀 ]{1,20}"].prop_filter("a name", |name| is_good(name));
+    let json = json().prop_filter("no NUL", |json| !has_nul(json) && json.to_string().len() < 8_000);
+    holds(
+        64,
+        (names, json, durations(), durations(), durations()),
+        async |(name, json, cap, wait, grace)| {
+            let mut lease = Lease::named(&name).unwrap().metadata(&json).unwrap().grace(grace);
+            if let Ok(capped) = lease.clone().at_most(cap.max(LONG)) {
+                lease = capped;
+            }
+            let free = hold_when_free(&a, &name).await;
+            assert!(free.release().await.unwrap());
+            let held = match within("acquired", lease.acquire(&a, Wait::at_most(wait))).await {
+                // Of a wait that is over before it begins.
+                Err(error) => {
+                    assert!(error.is_timeout() && wait < Duration::from_secs(2), "{wait:?}: {error:?}");
+                    return;
+                }
+                Ok(held) => held,
+            };
+            assert!(held.is_held() && held.remaining() <= LONG);
+            let mut tx = held.begin(&pool).await.unwrap();
+            let (stored, metadata): (String, String) =
+                sqlx::query_as("SELECT name, metadata::text FROM fencepost.leases WHERE token = $1")
+                    .bind(held.token())
+                    .fetch_one(&mut *tx)
+                    .await
+                    .unwrap();
+            assert_eq!(stored, name);
+            let metadata: Value = serde_json::from_str(&metadata).unwrap();
+            assert!(alike(&metadata, &json), "{metadata} {json}");
+            fencepost::fence::advance(&mut tx, held.name(), held.token()).await.unwrap();
+            tx.commit().await.unwrap();
+            within("run", held.run(async |_: &fencepost::HeldLease| ())).await.unwrap();
+        },
+    );
+}
+
+/// The same JSON, as far as `jsonb` promises: a float may come back as another number type.
+fn alike(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(a), Value::Number(b)) => {
+            let (a, b) = (a.as_f64().unwrap(), b.as_f64().unwrap());
+            (a - b).abs() <= b.abs() * 1e-12
+        }
+        (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| alike(a, b)),
+        (Value::Object(a), Value::Object(b)) => {
+            a.len() == b.len() && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| alike(a, b)))
+        }
+        _ => a == b,
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn any_age_prunes_or_is_a_misuse() {
+    let (_database, pool) = database().await;
+    holds(64, durations(), async |age| {
+        let mut conn = pool.acquire().await.unwrap();
+        match within("pruning", fencepost::prune(&mut conn, age)).await {
+            Ok(pruned) => assert_eq!((pruned.owners, pruned.leases), (0, 0)),
+            Err(refused) => assert!(is_plain_misuse(&refused) && age > LONG, "{age:?}: {refused:?}"),
+        }
+    });
 }

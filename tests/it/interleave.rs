@@ -57,6 +57,31 @@ impl Stage {
             .unwrap()
     }
 
+    /// A heartbeat that was in time and is not committed, until what is committed says that it is over.
+    async fn beat_in_flight_beyond_the_end(&self, beating: &mut PgConnection, holder: Uuid) {
+        until("a beat shortly before the end", async || {
+            sqlx::query("UPDATE fencepost.owners SET expires_at = clock_timestamp() + interval '200 ms' WHERE id = $1")
+                .bind(holder)
+                .execute(&self.pool)
+                .await
+                .unwrap();
+            run(beating, "BEGIN").await;
+            if beats(beating, holder).await {
+                return Some(());
+            }
+            // Too slow this time: it cannot come back, so let it live again by hand.
+            run(beating, "ROLLBACK").await;
+            None
+        })
+        .await;
+        until_true(
+            &self.pool,
+            "its time is over",
+            "SELECT min(expires_at) < clock_timestamp() FROM fencepost.owners",
+        )
+        .await;
+    }
+
     /// Until somebody in this database waits for a lock.
     async fn someone_waits(&self) {
         until_true(
@@ -115,28 +140,7 @@ async fn a_takeover_waits_for_a_heartbeat_in_flight_and_judges_again() {
         let (mut beating, mut taking) = (stage.actor().await, stage.actor().await);
         let (holder, taker) = (stage.owner("1 minute").await, stage.owner("1 minute").await);
         assert!(granted(&mut taking, "x", holder).await);
-        until("a beat shortly before the end", async || {
-            sqlx::query("UPDATE fencepost.owners SET expires_at = clock_timestamp() + interval '200 ms' WHERE id = $1")
-                .bind(holder)
-                .execute(&stage.pool)
-                .await
-                .unwrap();
-            run(&mut beating, "BEGIN").await;
-            if beats(&mut beating, holder).await {
-                return Some(());
-            }
-            // Too slow this time: it cannot come back, so let it live again by hand.
-            run(&mut beating, "ROLLBACK").await;
-            None
-        })
-        .await;
-        // What is committed says that it is over; the beat says that it is not.
-        until_true(
-            &stage.pool,
-            "its time is over",
-            "SELECT min(expires_at) < clock_timestamp() FROM fencepost.owners",
-        )
-        .await;
+        stage.beat_in_flight_beyond_the_end(&mut beating, holder).await;
         let takeover = aside(async move { (granted(&mut taking, "x", taker).await, taking) });
         stage.someone_waits().await;
         run(&mut beating, if commits { "COMMIT" } else { "ROLLBACK" }).await;
@@ -144,6 +148,30 @@ async fn a_takeover_waits_for_a_heartbeat_in_flight_and_judges_again() {
         assert_eq!(got_it, !commits);
         assert_eq!(stage.marked_dead(holder).await, !commits, "dead exactly if it was taken from");
     }
+}
+
+// Found by the model of the line: judged by the committed row alone, the owner is dead; its heartbeat is in flight, and
+// it lives on. A release that did nothing then left the lease to an owner whose process had forgotten it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_release_beside_a_heartbeat_in_flight_frees_the_lease() {
+    let stage = Stage::new().await;
+    let (mut a, mut releasing, mut b) = (stage.actor().await, stage.actor().await, stage.actor().await);
+    let (dying, other) = (stage.owner("1 minute").await, stage.owner("1 minute").await);
+    let id = Uuid::new_v4();
+    let (granted_to_a, token) = acquire(&mut a, "report", dying, id, false).await.unwrap();
+    assert!(granted_to_a);
+    stage.beat_in_flight_beyond_the_end(&mut a, dying).await;
+    let release =
+        sqlx::query("SELECT released FROM fencepost.release('report', $1, $2)").bind(token).bind(id);
+    assert!(
+        !release.fetch_one(&mut releasing).await.unwrap().get::<bool, _>(0),
+        "by what is committed, it was lost"
+    );
+    run(&mut a, "COMMIT").await;
+    assert!(beats(&mut a, dying).await, "it lives on");
+    let again = sqlx::query("SELECT released FROM fencepost.release('report', $1, $2)").bind(token).bind(id);
+    assert!(!again.fetch_one(&mut releasing).await.unwrap().get::<bool, _>(0), "the same answer");
+    assert!(granted(&mut b, "report", other).await, "and yet it is free");
 }
 
 // A mark in flight commits: the heartbeat waits for it and fails. Without the written mark it would succeed.

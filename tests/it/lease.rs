@@ -5,9 +5,7 @@ use std::time::Duration;
 use fencepost::{Attempt, Error, FencingToken, LossReason};
 use tokio::sync::oneshot;
 
-use crate::support::{
-    LONG, SHORT, TOUGH, database, hold, hold_when_free, lease, owner, until, until_true, within,
-};
+use crate::support::{LONG, SHORT, TOUGH, database, hold, hold_when_free, lease, owner, until_true, within};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn one_holds_the_other_is_told_who() {
@@ -210,48 +208,6 @@ async fn a_panic_of_the_work_releases() {
     });
     assert!(work.await.unwrap_err().is_panic());
     let _free = hold_when_free(&b, "report").await;
-}
-
-// C24, C01: whatever poll the future is dropped after, nothing stays acquired.
-#[tokio::test(flavor = "multi_thread")]
-async fn an_acquire_dropped_after_any_poll_strands_nothing() {
-    let (_database, pool) = database().await;
-    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
-    let mut complete = false;
-    for polls in 0.. {
-        let name = format!("report-{polls}");
-        let cancelled = lease(&name);
-        complete = crate::cancel::after_polls(polls, cancelled.try_acquire(&a)).await.is_some();
-        let _free = hold_when_free(&b, &name).await;
-        if complete {
-            break;
-        }
-    }
-    assert!(complete);
-    let id = crate::support::owner_id(&pool, "a").await;
-    until("nothing owned", async || {
-        let owned: i64 = sqlx::query_scalar("SELECT count(*) FROM fencepost.owned($1)")
-            .bind(id)
-            .fetch_one(&pool)
-            .await
-            .unwrap();
-        (owned == 0).then_some(())
-    })
-    .await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_release_dropped_after_any_poll_releases() {
-    let (_database, pool) = database().await;
-    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
-    for polls in 0.. {
-        let held = hold_when_free(&a, "report").await;
-        let complete = crate::cancel::after_polls(polls, held.release()).await.is_some();
-        drop(hold_when_free(&b, "report").await);
-        if complete {
-            break;
-        }
-    }
 }
 
 // C23: three separate times: no end of an acquire's future ends the hold.

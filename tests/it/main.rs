@@ -10,12 +10,17 @@
 #![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
 mod cancel;
+mod connect;
 mod contract;
+#[path = "../faults/dice.rs"]
+mod dice;
 mod durability;
 mod fence;
 mod inputs;
 mod interleave;
 mod lease;
+mod mangle;
+mod mangled;
 mod migrate;
 mod owner;
 #[path = "../support/pgbouncer.rs"]
@@ -31,6 +36,8 @@ mod proxy;
 mod prune;
 mod retry;
 mod row;
+#[path = "../support/sources.rs"]
+mod sources;
 mod sql;
 mod support;
 mod version;

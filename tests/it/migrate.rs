@@ -3,7 +3,6 @@
 use fencepost::{Error, Owner, migrate};
 use sqlx::{AssertSqlSafe, Executor as _, PgPool};
 
-use crate::cancel::after_polls;
 use crate::support::{LONG, database, hold, owner, until_true, within};
 
 /// A database without our schema.
@@ -59,27 +58,6 @@ async fn a_failed_migration_leaves_nothing_behind_and_the_next_one_works() {
     until_true(&pool, "no lock is left", NO_LOCK_LEFT).await;
     pool.execute("DROP TABLE fencepost.leases").await.unwrap();
     migrate(&pool).await.unwrap();
-    Owner::start(&pool).await.unwrap().shutdown().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_migration_dropped_after_any_poll_leaves_all_or_nothing() {
-    let (_database, pool) = empty().await;
-    for polls in 0.. {
-        let complete = after_polls(polls, migrate(&pool)).await.is_some();
-        until_true(&pool, "no lock is left", NO_LOCK_LEFT).await;
-        let parts: i64 = sqlx::query_scalar(
-            "SELECT count(*) FROM pg_proc WHERE pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = 'fencepost') \
-             AND proname IN ('owner_start', 'version')",
-        )
-        .fetch_one(&pool)
-        .await
-        .unwrap();
-        assert!(parts == 0 || parts == 2, "half a schema after {polls} polls");
-        if complete {
-            break;
-        }
-    }
     Owner::start(&pool).await.unwrap().shutdown().await.unwrap();
 }
 

@@ -8,7 +8,6 @@ use fencepost::{Error, LossReason, Owner};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{AssertSqlSafe, Executor as _, PgPool};
 
-use crate::cancel::after_polls;
 use crate::support::{
     LONG, SHORT, TOUGH, database, hold, hold_when_free, lease, owner, owner_id, terminate, until, until_true,
     within,
@@ -203,25 +202,6 @@ async fn dropping_the_last_of_it_frees_everything() {
         .await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_start_or_shutdown_dropped_after_any_poll_leaves_nothing_alive() {
-    let (_database, pool) = database().await;
-    let none_left = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'fencepost%') \
-                     AND NOT EXISTS (SELECT FROM fencepost.owners WHERE expires_at > clock_timestamp())";
-    for polls in 0.. {
-        let started = after_polls(polls, Owner::start(&pool)).await;
-        let complete = started.is_some();
-        if let Some(started) = started {
-            let cancelled = after_polls(1, started.unwrap().shutdown()).await;
-            drop(cancelled);
-        }
-        until_true(&pool, "all is stopped", none_left).await;
-        if complete {
-            break;
-        }
-    }
-}
-
 #[tokio::test]
 async fn a_server_that_is_gone_at_the_start_is_an_error_at_once() {
     let nowhere = sqlx::postgres::PgConnectOptions::new_without_pgpass()
@@ -378,4 +358,20 @@ async fn whoever_vanishes_blocks_nobody_beyond_its_ttl() {
         sqlx::query_scalar::<_, bool>(marked).fetch_one(&pool).await.unwrap().then_some(())
     })
     .await;
+}
+
+// The start has succeeded and its future is dropped before it hears of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_dropped_between_success_and_hearing_of_it_stops() {
+    let (_database, pool) = database().await;
+    let mut start = Box::pin(Owner::builder(&pool).label("a").ttl(TOUGH).start());
+    let pending =
+        std::future::poll_fn(|cx| std::task::Poll::Ready(start.as_mut().poll(cx).is_pending())).await;
+    assert!(pending);
+    let beats = "SELECT coalesce(bool_or(expires_at > started_at + ttl), false) FROM fencepost.owners";
+    until_true(&pool, "it has started and beats", beats).await;
+    drop(start);
+    let gone = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'fencepost a') \
+                AND (SELECT expires_at = 'epoch' FROM fencepost.owners)";
+    until_true(&pool, "it is stopped", gone).await;
 }

@@ -1,9 +1,9 @@
 //! A fence that cannot be forgotten.
 
 use fencepost::{Error, LockName, fence};
-use sqlx::{AssertSqlSafe, PgPool};
+use sqlx::{AssertSqlSafe, Connection as _, Executor as _, PgPool};
 
-use crate::support::{LONG, TOUGH, connect, database, hold, owner, until};
+use crate::support::{LONG, TOUGH, connect, database, hold, lease, owner, until, until_true, within};
 
 async fn write(pool: &PgPool, statement: &str) -> Result<(), Error> {
     sqlx::raw_sql(AssertSqlSafe(statement.to_owned())).execute(pool).await?;
@@ -187,4 +187,25 @@ async fn protecting_again_with_another_lease_replaces_the_first() {
     let mut tx = second.begin(&pool).await.unwrap();
     sqlx::query(insert).execute(&mut *tx).await.unwrap();
     tx.commit().await.unwrap();
+}
+
+// Repeating it is harmless, also while an earlier call that was given up still runs in the database: each waits for
+// the table before it holds anything else. (DROP TRIGGER alone locks the trigger first: a deadlock.)
+#[tokio::test(flavor = "multi_thread")]
+async fn unprotecting_twice_at_once_does_not_deadlock() {
+    let (database, pool) = database().await;
+    pool.execute("CREATE TABLE ledger (n int)").await.unwrap();
+    let mut conn = connect(&database.options()).await;
+    fence::protect(&mut conn, "ledger", lease("ledger").name()).await.unwrap();
+    let mut tx = conn.begin().await.unwrap();
+    tx.execute("LOCK TABLE ledger IN ACCESS SHARE MODE").await.unwrap();
+    let mut other = connect(&database.options()).await;
+    let again = tokio::spawn(async move { fence::unprotect(&mut other, "ledger").await });
+    let waits = "SELECT EXISTS (SELECT FROM pg_locks WHERE relation = 'ledger'::regclass AND NOT granted)";
+    until_true(&pool, "the other one waits for the table", waits).await;
+    fence::unprotect(&mut tx, "ledger").await.unwrap();
+    tx.commit().await.unwrap();
+    within("the other one", again).await.unwrap().unwrap();
+    let none = "SELECT NOT EXISTS (SELECT FROM pg_trigger WHERE tgname = 'fencepost_fence')";
+    until_true(&pool, "no trigger is left", none).await;
 }

@@ -100,11 +100,28 @@ async fn bad_arguments_are_refused_with_their_own_code() {
         "fencepost.owner_start('x', NULL)",
         "fencepost.owner_start('', '1 s')",
         "fencepost.owner_start(NULL, '1 s')",
+        "fencepost.owner_start(repeat('x', 256), '1 s')",
+        "fencepost.owner_start('x', '-1 s')",
+        "fencepost.owner_start('x', '178000000 years')",
+        "fencepost.acquire('x', p_at_most => '178000000 years')",
+        "fencepost.acquire('x', p_at_most => '-178000000 years')",
+        "fencepost.acquire('x', p_at_most => '1 s', p_label => repeat('x', 256))",
         "fencepost.advance('', 1)",
         "fencepost.advance('x', 0)",
         "fencepost.advance('x', NULL)",
+        "fencepost.advance('x', '-9223372036854775808')",
+        "fencepost.advance(NULL, 1)",
+        "fencepost.advance(repeat('x', 256), 1)",
+        "fencepost.advance(E'a\\nb', 1)",
         "fencepost.protect('pg_class', '')",
+        "fencepost.protect('pg_class', NULL)",
+        "fencepost.protect('pg_class', E'a\\tb')",
+        "fencepost.protect(NULL, 'x')",
+        "fencepost.unprotect(NULL)",
+        "fencepost.allow(NULL)",
         "fencepost.prune('-1 s')",
+        "fencepost.prune('1001 years')",
+        "fencepost.prune('-178000000 years')",
         "fencepost.prune(NULL)",
     ] {
         let refused = conn.execute(AssertSqlSafe(format!("SELECT {bad}"))).await.expect_err(bad);
@@ -119,6 +136,58 @@ async fn bad_arguments_are_refused_with_their_own_code() {
             .unwrap();
         assert!(row.get::<bool, _>("granted"), "{strange}");
     }
+}
+
+// Postgres has infinite intervals since 17; before, it refuses them by itself.
+#[tokio::test(flavor = "multi_thread")]
+async fn infinity_is_no_time() {
+    let (database, _pool) = database().await;
+    let mut conn = connect(&database.options()).await;
+    let known: bool = sqlx::query_scalar("SELECT current_setting('server_version_num')::int >= 170000")
+        .fetch_one(&mut conn)
+        .await
+        .unwrap();
+    for infinity in ["infinity", "-infinity"] {
+        for call in [
+            format!("acquire('x', p_at_most => '{infinity}')"),
+            format!("owner_start('x', '{infinity}')"),
+            format!("prune('{infinity}')"),
+        ] {
+            let refused =
+                conn.execute(AssertSqlSafe(format!("SELECT fencepost.{call}"))).await.expect_err(&call);
+            assert_eq!(code(refused), if known { "LK005" } else { "22007" }, "{call}");
+        }
+    }
+}
+
+// Null, and what nobody was ever given, is nobody and nothing: an answer, and whoever holds is not disturbed.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_found_under_null() {
+    let (database, pool) = database().await;
+    let a = owner(&pool, "a", LONG).await;
+    let held = hold(&a, "report").await;
+    let mut conn = connect(&database.options()).await;
+    for nobody in [
+        "NOT EXISTS (SELECT FROM fencepost.heartbeat(NULL))",
+        "NOT EXISTS (SELECT FROM fencepost.owner_stop(NULL))",
+        "NOT EXISTS (SELECT FROM fencepost.owned(NULL))",
+        "NOT (SELECT released FROM fencepost.release(NULL, NULL, NULL))",
+        "NOT (SELECT released FROM fencepost.release('report', NULL, NULL))",
+        "NOT (SELECT released FROM fencepost.release('report', '-9223372036854775808', gen_random_uuid()))",
+        "NOT (SELECT revoked FROM fencepost.revoke(NULL))",
+        "NOT (SELECT revoked FROM fencepost.revoke('report', 0))",
+        "NOT (SELECT waiting FROM fencepost.hand_over(NULL))",
+        "NOT (SELECT withdrawn OR waiting FROM fencepost.withdraw(NULL, NULL))",
+        "NOT (SELECT withdrawn OR waiting FROM fencepost.withdraw('report', NULL))",
+        "fencepost.wake_channel(NULL) IS NULL",
+        // A switch that is null is off.
+        "(SELECT NOT granted AND ticket IS NULL FROM fencepost.acquire('report', p_at_most => '1 s', p_retry => NULL, p_enqueue => NULL))",
+    ] {
+        let text = AssertSqlSafe(format!("SELECT {nobody}"));
+        let nothing: bool = sqlx::query_scalar(text).fetch_one(&mut conn).await.expect(nobody);
+        assert!(nothing, "{nobody}");
+    }
+    assert!(held.is_held() && held.release().await.unwrap());
 }
 
 // C42: what changes state refuses to run where it could read stale data.

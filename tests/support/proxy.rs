@@ -1,5 +1,5 @@
-//! A proxy that knows where the messages of the protocol begin: it counts round trips, cuts replies, is slow, and
-//! turns into a black hole.
+//! A proxy that knows where the messages of the protocol begin: it counts round trips, cuts and mangles replies,
+//! is slow, and turns into a black hole.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,10 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::sync::watch;
+
+/// Does something to a message of the server's, and says whether the connection ends after it.
+pub(crate) type Mangle = Box<dyn FnMut(&mut Vec<u8>) -> bool + Send>;
 
 pub(crate) struct Proxy {
     port: u16,
@@ -31,6 +34,10 @@ struct State {
     /// Nothing passes any more, in either direction, and nobody is told.
     hole: watch::Sender<bool>,
     refuse: AtomicBool,
+    /// What the server says goes through this.
+    mangle: std::sync::Mutex<Option<Mangle>>,
+    /// Changes when all connections end.
+    hung_up: watch::Sender<()>,
 }
 
 enum Cut {
@@ -53,6 +60,8 @@ impl Proxy {
             delays: [AtomicU64::new(0), AtomicU64::new(0)],
             hole: watch::Sender::new(false),
             refuse: AtomicBool::new(false),
+            mangle: std::sync::Mutex::new(None),
+            hung_up: watch::Sender::new(()),
         });
         let accepting = Arc::clone(&state);
         tokio::spawn(async move {
@@ -110,6 +119,16 @@ impl Proxy {
         self.state.hole.send_replace(on);
     }
 
+    /// What the server says is mangled from now on, or not any more.
+    pub(crate) fn mangle(&self, mangle: Option<Mangle>) {
+        *self.state.mangle.lock().unwrap() = mangle;
+    }
+
+    /// Ends all connections.
+    pub(crate) fn hang_up(&self) {
+        self.state.hung_up.send_replace(());
+    }
+
     /// New connections go to this server from now on, as after a failover.
     pub(crate) fn switch(&self, upstream: &PgConnectOptions) {
         *self.state.socket.lock().unwrap() = socket(upstream);
@@ -129,6 +148,7 @@ fn socket(server: &PgConnectOptions) -> std::path::PathBuf {
 async fn serve(state: Arc<State>, client: TcpStream) {
     client.set_nodelay(true).unwrap();
     let path = state.socket.lock().unwrap().clone();
+    let mut hung_up = state.hung_up.subscribe();
     let Ok(server) = UnixStream::connect(path).await else { return };
     let (from_client, to_client) = client.into_split();
     let (from_server, to_server) = server.into_split();
@@ -136,6 +156,7 @@ async fn serve(state: Arc<State>, client: TcpStream) {
     tokio::select! {
         () = upward(Arc::clone(&state), from_client, to_server, Arc::clone(&swallow)) => {}
         () = downward(state, from_server, to_client, swallow) => {}
+        _ = hung_up.changed() => {}
     }
 }
 
@@ -209,30 +230,42 @@ fn statement(message: &[u8], prepared: &mut HashMap<Vec<u8>, String>) -> Option<
     }
 }
 
+/// Server to client: message by message.
 async fn downward(
     state: Arc<State>,
-    mut from: tokio::net::unix::OwnedReadHalf,
+    from: tokio::net::unix::OwnedReadHalf,
     mut to: OwnedWriteHalf,
     swallow: Arc<AtomicBool>,
 ) {
-    let mut buffer = vec![0; 16 * 1024];
-    // ReadyForQuery, at the end of the answer, is Z, 5, status.
+    let mut from = BufReader::with_capacity(16 * 1024, from);
     loop {
-        let Ok(read) = from.read(&mut buffer).await else { return };
-        if read == 0 {
+        let mut message = vec![0; 5];
+        if from.read_exact(&mut message).await.is_err() {
+            return;
+        }
+        let length = usize::try_from(u32::from_be_bytes(message[1..].try_into().unwrap())).unwrap();
+        message.resize(1 + length, 0);
+        if from.read_exact(&mut message[5..]).await.is_err() {
             return;
         }
         passable(&state).await;
         if swallow.load(Ordering::SeqCst) {
-            if buffer[..read].windows(5).any(|part| part == b"Z\0\0\0\x05") {
+            // ReadyForQuery, at the end of the answer.
+            if message[0] == b'Z' {
                 // It was carried out; nobody will hear of it.
                 state.cuts.fetch_add(1, Ordering::SeqCst);
                 return;
             }
             continue;
         }
-        late(&state.delays[1]).await;
-        if to.write_all(&buffer[..read]).await.is_err() {
+        if message[0] == b'Z' {
+            late(&state.delays[1]).await;
+        }
+        let mut ends = false;
+        if let Some(mangle) = &mut *state.mangle.lock().unwrap() {
+            ends = mangle(&mut message);
+        }
+        if to.write_all(&message).await.is_err() || ends {
             return;
         }
     }
