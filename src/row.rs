@@ -31,11 +31,9 @@ use std::fmt;
 use std::time::Duration;
 
 use sqlx::postgres::{PgHasArrayType, PgRow, PgTransaction};
-use sqlx::{
-    Arguments as _, AssertSqlSafe, Connection as _, Encode, FromRow, PgConnection, Postgres, Row as _, Type,
-};
+use sqlx::{Encode, FromRow, PgConnection, Postgres, Row as _, Type};
 
-use crate::error::{self, Error, Result};
+use crate::error::{Error, Result};
 use crate::identifier::{Identifier, Table};
 use crate::savepoint::Savepoint;
 use crate::sql;

@@ -138,6 +138,36 @@ fn row_lock_transfer_loses_no_money() {
     prints("row_lock_transfer", ROW_LOCK_TRANSFER);
 }
 
+const OPTIMISTIC_UPDATE: &str = r#"Without versions: two read, then both write what they have computed.
+  A writes 110
+  B writes 150
+  100, then deposits of 10 and 50: 150
+
+With versions: the second one is told, reads again and decides anew.
+  A writes 110 over version 1: updated, version 2
+  B writes 150 over version 1: conflict, it has version 2
+  B writes 160 over version 2: updated, version 3
+  100, then deposits of 10 and 50: 160
+
+Over HTTP the version is an entity tag.
+  GET                            -> 200, ETag: "3"
+  PUT, If-Match: "3"             -> 200, ETag: "4"
+  PUT, If-Match: "1"             -> 412 Precondition Failed
+  PUT, If-Match: W/"3"           -> 400 misuse: If-Match takes strong entity tags, this one is weak (W/)
+  PUT, If-Match: *               -> 200, ETag: "5"
+
+Several rows in one statement, each by its version: the losers are listed.
+  updated [3, 4], conflicts [2], gone [77]
+
+16 tasks add 1 to one account, 20 times each, with update_with.
+  100, then 320 deposits of 1: 420, version 321
+"#;
+
+#[test]
+fn optimistic_update_loses_no_deposit() {
+    prints("optimistic_update", OPTIMISTIC_UPDATE);
+}
+
 // A paused worker can notice nothing; it has to go all the same.
 #[test]
 #[cfg(target_os = "linux")]
