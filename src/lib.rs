@@ -35,7 +35,7 @@
 //! # What it does not do
 //! It does not exclude side effects that check no token. It is not a job framework and not a driver.
 //!
-//! Longer reading: [`docs::fencing`], [`docs::failure`].
+//! Longer reading: [`docs::choosing`] (which lock for which problem), [`docs::fencing`], [`docs::failure`].
 
 mod error;
 pub mod fence;
@@ -73,6 +73,8 @@ pub use wait::Wait;
 
 /// Longer reading.
 pub mod docs {
+    #[doc = include_str!("../docs/choosing.md")]
+    pub mod choosing {}
     #[doc = include_str!("../docs/failure.md")]
     pub mod failure {}
     #[doc = include_str!("../docs/fencing.md")]

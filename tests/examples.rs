@@ -168,6 +168,27 @@ fn optimistic_update_loses_no_deposit() {
     prints("optimistic_update", OPTIMISTIC_UPDATE);
 }
 
+const ONE_ACTIVE_SUBSCRIPTION: &str = "\
+64 sign-ups at once, each an INSERT … ON CONFLICT DO NOTHING:
+  1 created, 63 were told that there is one; active: 1
+  one more, later: created: false
+  cancelled, then one more: created: true
+  a plain INSERT by somebody who knows of no rule: refused by one_active_per_user
+  active: 1
+
+The same with a lock, and no constraint: look whether there is one, then insert.
+  64 sign-ups, one after the other: active: 1
+  A looks under the lock: 0 active; then it pauses, for longer than its lock lasts
+  B takes the lock, looks: 0 active, and inserts
+  A wakes up, and inserts: active: 2
+  a script that knows of no lock inserts: active: 3
+";
+
+#[test]
+fn one_active_subscription_is_one() {
+    prints("one_active_subscription", ONE_ACTIVE_SUBSCRIPTION);
+}
+
 // A paused worker can notice nothing; it has to go all the same.
 #[test]
 #[cfg(target_os = "linux")]
