@@ -288,16 +288,19 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION fencepost.release(text, bigint, uuid) FROM PUBLIC;
 
--- owned(owner): the grants and (token null) the tickets of an owner, so that its process can give back those
--- it does not know (a lost release, a lost answer, a failover): otherwise they would live as long as it beats.
-CREATE FUNCTION fencepost.owned(p_owner uuid) RETURNS TABLE (name text, token bigint, grant_id uuid)
+-- owned(owner): the leases, tickets and claims (what) of an owner, so that its process can give back those it does
+-- not know (a lost release, a lost answer, a failover): otherwise they would live as long as it beats.
+CREATE FUNCTION fencepost.owned(p_owner uuid) RETURNS TABLE (what text, name text, token bigint, grant_id uuid)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     RETURN QUERY
-        SELECT l.name, l.token, l.grant_id FROM fencepost.leases l
+        SELECT 'lease', l.name, l.token, l.grant_id FROM fencepost.leases l
          WHERE l.owner = p_owner AND l.released_at IS NULL
         UNION ALL
-        SELECT w.name, NULL, w.grant_id FROM fencepost.waiters w WHERE w.owner = p_owner;
+        SELECT 'ticket', w.name, NULL, w.grant_id FROM fencepost.waiters w WHERE w.owner = p_owner
+        UNION ALL
+        SELECT 'claim', c.key, c.token, c.grant_id FROM fencepost.claims c
+         WHERE c.owner = p_owner AND c.state = 'running';
 END $$;
 REVOKE ALL ON FUNCTION fencepost.owned(uuid) FROM PUBLIC;
 

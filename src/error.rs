@@ -29,11 +29,11 @@ pub enum Error {
         what: String,
     },
 
-    /// The lease was held, and is not any more. Roll back; the next holder may be at work.
-    #[error("lease \"{name}\" with token {token} is lost: {reason}")]
+    /// A lease, or an attempt at a claim, was held, and is not any more. Roll back; the next holder may be at work.
+    #[error("\"{name}\" with token {token} is lost: {reason}")]
     #[non_exhaustive]
     Lost {
-        /// The lease.
+        /// The lease, or the claim's key.
         name: String,
         /// The token it was held with.
         token: FencingToken,
@@ -41,11 +41,11 @@ pub enum Error {
         reason: LossReason,
     },
 
-    /// A fence refused a token: a later grant exists. Roll back.
+    /// A fence, or the end of an attempt, was refused its token: a later grant exists. Roll back.
     #[error("stale fence: \"{name}\" refused token {token}{}", current.map(|t| format!("; it has seen token {t}")).unwrap_or_default())]
     #[non_exhaustive]
     StaleFence {
-        /// The lease or resource.
+        /// The lease, the resource or the claim's key.
         name: String,
         /// The token that was refused.
         token: FencingToken,
@@ -253,6 +253,9 @@ pub enum LossReason {
     /// An operator released it, or the database has forgotten it.
     #[error("it was released from outside")]
     Released,
+    /// An attempt at a claim has been completed, failed or given back before.
+    #[error("it has been ended before")]
+    Settled,
     /// The database could not be reached until the local deadline.
     #[error("the database could not be reached until the deadline")]
     Unreachable,
@@ -373,8 +376,11 @@ fn refusal(error: &PgDatabaseError) -> Option<Error> {
     match error.code() {
         "LK001" => Some(Error::StaleFence { name, token: token?, current }),
         "LK002" => {
-            let reason =
-                if why.as_deref() == Some("released") { LossReason::Released } else { LossReason::Expired };
+            let reason = match why.as_deref() {
+                Some("released") => LossReason::Released,
+                Some("settled") => LossReason::Settled,
+                _ => LossReason::Expired,
+            };
             Some(Error::Lost { name, token: token?, reason })
         }
         "LK006" => Some(Error::Unfenced { table: table?, name }),

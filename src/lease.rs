@@ -29,6 +29,7 @@ use serde::Serialize;
 use tokio::sync::watch;
 
 use crate::error::{Error, Result};
+use crate::json;
 use crate::name::LockName;
 use crate::owner::Owner;
 use crate::token::FencingToken;
@@ -142,19 +143,7 @@ impl Lease {
     /// # Errors
     /// [`Error::Misuse`] if it does not serialise, is too large, or has a NUL character, which `jsonb` refuses.
     pub fn metadata(self, metadata: &impl Serialize) -> Result<Self> {
-        let json = serde_json::to_string(metadata)
-            .map_err(|error| Error::misuse(format!("metadata does not serialise: {error}")))?;
-        if json.len() > Self::MAX_METADATA_BYTES {
-            let most = Self::MAX_METADATA_BYTES;
-            return Err(Error::misuse(format!(
-                "metadata is at most {most} bytes of JSON, not {}",
-                json.len()
-            )));
-        }
-        // Not an escaped backslash and four digits after it.
-        if json.replace("\\\\", "").contains("\\u0000") {
-            return Err(Error::misuse("metadata has a NUL character, which jsonb cannot hold"));
-        }
+        let json = json::text(metadata, "metadata", Self::MAX_METADATA_BYTES)?;
         Ok(Self { metadata: Some(json), ..self })
     }
 

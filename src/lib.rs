@@ -25,6 +25,7 @@
 //!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
+//! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
 //! - [`version`]: no lock at all: a row is changed only by who has read it as it is.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
@@ -37,6 +38,7 @@
 //!
 //! Longer reading: [`docs::choosing`] (which lock for which problem), [`docs::fencing`], [`docs::failure`].
 
+pub mod claim;
 mod error;
 pub mod fence;
 pub mod migrate;
@@ -48,6 +50,7 @@ pub mod version;
 mod clock;
 mod driver;
 mod identifier;
+mod json;
 mod lease;
 mod mistake;
 mod name;

@@ -47,11 +47,12 @@ const MIGRATIONS: &[Migration] = migrations![
     5 "0005_fence",
     6 "0006_protect",
     7 "0007_prune",
-    8 "0008_access",
+    8 "0008_claims",
+    9 "0009_access",
 ];
 
 /// The schema version that this library was written for: the number of its last migration.
-pub const VERSION: i32 = 8;
+pub const VERSION: i32 = 9;
 
 /// Makes whoever migrates wait for whoever does already. Arbitrary and fixed: "fence" in ASCII.
 const LOCK: &str = "SELECT pg_catalog.pg_advisory_xact_lock(439721161573)";

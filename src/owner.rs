@@ -13,6 +13,7 @@
 //! | the process is paused beyond the ttl | on waking it is lost at once, by the local clock |
 //! | its thread ends, for whatever reason | everything held is lost: [`LossReason::Stopped`] |
 
+pub(crate) mod ended;
 pub(crate) mod hand_over;
 mod heartbeat;
 pub(crate) mod life;
@@ -33,6 +34,7 @@ use tokio::time::timeout;
 
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
+use crate::owner::ended::Endings;
 use crate::owner::heartbeat::Beginning;
 use crate::owner::life::{Grants, Life, Stage, enter};
 use crate::owner::session::Statements;
@@ -98,6 +100,7 @@ pub(crate) struct Shared {
     pub(crate) statements: Statements,
     pub(crate) grants: Grants,
     pub(crate) wakes: Wakes,
+    pub(crate) endings: Endings,
     stage: watch::Sender<Stage>,
     runtime: Handle,
     beat_now: Notify,

@@ -32,10 +32,7 @@ pub struct Pruned {
 /// # Database
 /// One statement. It waits for nobody: what somebody is at, or writes under, is skipped and there the next time.
 pub async fn prune(conn: &mut PgConnection, older_than: Duration) -> Result<Pruned> {
-    const MOST: Duration = Duration::from_hours(8_760_000);
-    if older_than > MOST {
-        return Err(Error::misuse(format!("prune takes an age of up to 1000 years, not {older_than:?}")));
-    }
+    check_age(older_than)?;
     let fail = |source| Error::database("pruning", source);
     let call = Call::new(sql::PRUNE, [Arg::Number(micros(older_than))]);
     let rows = call.written_out_on(conn).await.map_err(fail)?;
@@ -45,4 +42,13 @@ pub async fn prune(conn: &mut PgConnection, older_than: Duration) -> Result<Prun
         Ok(u64::try_from(count).unwrap_or(0))
     };
     Ok(Pruned { owners: count("owners")?, leases: count("leases")? })
+}
+
+/// The rule for ages.
+pub(crate) fn check_age(older_than: Duration) -> Result<()> {
+    const MOST: Duration = Duration::from_hours(8_760_000);
+    if older_than > MOST {
+        return Err(Error::misuse(format!("prune takes an age of up to 1000 years, not {older_than:?}")));
+    }
+    Ok(())
 }

@@ -5,6 +5,8 @@
 //! by the simple protocol, with its parameters written out. Text of other than the plainest characters is
 //! written in hexadecimal, so no quoting rule is ever relied on.
 
+pub(crate) mod claim;
+
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -27,7 +29,7 @@ pub(crate) const HEARTBEAT: &str = "SELECT (date_part('epoch', remaining) * 1000
 pub(crate) const OWNER_STOP: &str =
     "SELECT name, waiting, wake_channel, wake_payload FROM fencepost.owner_stop($1::uuid)";
 
-pub(crate) const OWNED: &str = "SELECT name, token, grant_id FROM fencepost.owned($1::uuid)";
+pub(crate) const OWNED: &str = "SELECT what, name, token, grant_id FROM fencepost.owned($1::uuid)";
 
 pub(crate) const ACQUIRE: &str = "SELECT granted, token, label, \
      (date_part('epoch', remaining) * 1000000)::bigint AS remaining, \

@@ -13,13 +13,13 @@ mod sources;
 /// The top-level modules by layer, lowest first. A module may use its own layer and those below.
 const LAYERS: &[&[&str]] = &[
     // Words.
-    &["clock", "error", "identifier", "mistake", "name", "token", "wait"],
+    &["clock", "error", "identifier", "json", "mistake", "name", "token", "wait"],
     // Plumbing.
     &["driver", "sql", "migrate", "pooler", "owner", "retry", "savepoint", "statement"],
     // What Postgres holds.
     &["row"],
     // What a table holds.
-    &["fence", "lease", "prune", "version"],
+    &["claim", "fence", "lease", "prune", "version"],
     // For people.
     &["testing"],
 ];

@@ -99,7 +99,7 @@ impl HeldLease {
     pub async fn fence(&self, tx: &mut PgTransaction<'_>) -> Result<()> {
         self.check_lost()?;
         let passed = fence::check(tx, self.name(), self.grant()).await;
-        passed.inspect_err(|error| self.learn(error))
+        passed.inspect_err(|error| self.held.learn(error))
     }
 
     /// Begins a transaction that has passed the fence, at the session's default isolation level.
@@ -133,7 +133,7 @@ impl HeldLease {
         retry::begin(pool, isolation, &fence)
             .await
             .map_err(|source| Error::database("beginning a fenced transaction", source))
-            .inspect_err(|error| self.learn(error))
+            .inspect_err(|error| self.held.learn(error))
     }
 
     /// Works while holding it, and releases it when the work has ended.
@@ -220,16 +220,6 @@ impl HeldLease {
 
     fn lost_error(&self, reason: LossReason) -> Error {
         Error::Lost { name: self.name().to_string(), token: self.token(), reason }
-    }
-
-    /// A fence that refused this grant has told us that it is lost.
-    fn learn(&self, error: &Error) {
-        match error {
-            Error::StaleFence { current: Some(by), .. } => self.held.lose(LossReason::TakenOver { by: *by }),
-            Error::StaleFence { current: None, .. } => self.held.lose(LossReason::Released),
-            Error::Lost { reason, .. } => self.held.lose(*reason),
-            _ => {}
-        }
     }
 }
 

@@ -9,12 +9,12 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 use uuid::Uuid;
 
+use super::ended::Endings;
 use super::hand_over::HandedOver;
 use super::life::{Grants, Life, Stage};
 use super::session::{Session, Source, Statements};
 use super::wakes::Wakes;
-use super::{Shared, Started};
-use super::{listen, reconcile};
+use super::{Shared, Started, listen, reconcile};
 use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
@@ -106,6 +106,7 @@ async fn begin(
         statements: Statements::new(source, calling),
         grants: Grants::default(),
         wakes: Wakes::default(),
+        endings: Endings::default(),
         stage: watch::Sender::new(Stage::Starting(LossReason::Stopped)),
         runtime: tokio::runtime::Handle::current(),
         beat_now: Notify::new(),

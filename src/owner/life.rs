@@ -21,7 +21,7 @@ use tokio::sync::watch;
 use uuid::Uuid;
 
 use crate::clock::Moment;
-use crate::error::LossReason;
+use crate::error::{Error, LossReason};
 use crate::mistake::Mistake;
 use crate::name::LockName;
 use crate::token::{Grant, GrantId};
@@ -125,6 +125,16 @@ impl Held {
 
     pub(crate) fn lose(&self, reason: LossReason) {
         set_once(&self.lost, reason);
+    }
+
+    /// A check in the database that refused this grant has told us that it is lost.
+    pub(crate) fn learn(&self, error: &Error) {
+        match error {
+            Error::StaleFence { current: Some(by), .. } => self.lose(LossReason::TakenOver { by: *by }),
+            Error::StaleFence { current: None, .. } => self.lose(LossReason::Released),
+            Error::Lost { reason, .. } => self.lose(*reason),
+            _ => {}
+        }
     }
 
     /// By the clock, whoever has or has not noticed yet that the deadline has passed.

@@ -18,7 +18,7 @@ use crate::error::{Error, LossReason, Result};
 use crate::mistake::Mistake;
 use crate::name::LockName;
 use crate::sql::{self, Arg, Call};
-use crate::token::GrantId;
+use crate::token::{Grant, GrantId};
 
 /// The longest time between two looks; the shortest beside reconnects, since one look scans all leases.
 const PERIOD: Duration = Duration::from_mins(1);
@@ -58,16 +58,18 @@ async fn once(shared: &Arc<Shared>, life: &Life) -> Result<()> {
             continue;
         }
         let name: String = row.try_get("name").map_err(fail)?;
-        tracing::warn!(
-            label = shared.label,
-            name,
-            "fencepost: giving back a grant or a ticket that nobody here knows"
-        );
-        shared.give_back(&LockName::new(&name)?, id).await?;
+        let what: String = row.try_get("what").map_err(fail)?;
+        tracing::warn!(label = shared.label, name, what, "fencepost: giving back what nobody here knows");
+        let name = LockName::new(&name)?;
+        if what == "claim" {
+            shared.end_unknown(&name, Grant::new(row.try_get("token").map_err(fail)?, id));
+        } else {
+            shared.give_back(&name, id).await?;
+        }
     }
     for held in shared.grants.held_before(life, asked) {
         if !listed.contains(&held.grant.id) {
-            tracing::warn!(label = shared.label, name = %held.name, "fencepost: the lease was released from outside");
+            tracing::warn!(label = shared.label, name = %held.name, "fencepost: released from outside");
             held.lose(LossReason::Released);
         }
     }

@@ -10,6 +10,9 @@
 #![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
 mod cancel;
+mod claim;
+mod claim_jobs;
+mod claim_once;
 mod connect;
 mod contract;
 #[path = "../faults/dice.rs"]
