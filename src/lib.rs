@@ -43,6 +43,7 @@ mod error;
 pub mod fence;
 pub mod migrate;
 pub mod row;
+pub mod schedule;
 #[cfg(all(feature = "test-util", unix))]
 pub mod testing;
 pub mod version;

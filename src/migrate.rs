@@ -48,11 +48,12 @@ const MIGRATIONS: &[Migration] = migrations![
     6 "0006_protect",
     7 "0007_prune",
     8 "0008_claims",
-    9 "0009_access",
+    9 "0009_schedules",
+    10 "0010_access",
 ];
 
 /// The schema version that this library was written for: the number of its last migration.
-pub const VERSION: i32 = 9;
+pub const VERSION: i32 = 10;
 
 /// Makes whoever migrates wait for whoever does already. Arbitrary and fixed: "fence" in ASCII.
 const LOCK: &str = "SELECT pg_catalog.pg_advisory_xact_lock(439721161573)";

@@ -6,6 +6,7 @@
 //! written in hexadecimal, so no quoting rule is ever relied on.
 
 pub(crate) mod claim;
+pub(crate) mod schedule;
 
 use std::fmt::Write as _;
 use std::time::Duration;

@@ -20,6 +20,8 @@ const LAYERS: &[&[&str]] = &[
     &["row"],
     // What a table holds.
     &["claim", "fence", "lease", "prune", "version"],
+    // Compositions.
+    &["schedule"],
     // For people.
     &["testing"],
 ];

@@ -39,6 +39,7 @@ mod proxy;
 mod prune;
 mod retry;
 mod row;
+mod schedule;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;
