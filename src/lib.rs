@@ -28,6 +28,7 @@
 //! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
 //! - [`version`]: no lock at all: a row is changed only by who has read it as it is.
+//! - [`schedule`]: once at each due time, whatever the number of servers and whatever their clocks say.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.
 //! - [`Error`]: one type for all that can go wrong.

@@ -189,6 +189,18 @@ fn one_active_subscription_is_one() {
     prints("one_active_subscription", ONE_ACTIVE_SUBSCRIPTION);
 }
 
+const NIGHTLY_ONCE: &str = "\
+Two servers, A's clock is a day behind, B's a day ahead; 5 nights.
+
+a timer in each server:   5 nights, 10 reports
+a schedule in each:       5 nights, 5 reports, 0 of them early
+";
+
+#[test]
+fn nightly_once_runs_each_night_once() {
+    prints("nightly_once", NIGHTLY_ONCE);
+}
+
 // A paused worker can notice nothing; it has to go all the same.
 #[test]
 #[cfg(target_os = "linux")]
