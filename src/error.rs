@@ -12,7 +12,7 @@ use crate::token::{FencingToken, Version};
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything this crate fails with. That a lease is held by somebody else is not an error.
+/// Everything this crate fails with. That something is held by somebody else is not an error.
 ///
 /// `Error::from(sqlx::Error)` classifies an error of your own statements in the same way: a write to a
 /// table under [`fence::protect`](crate::fence::protect) becomes [`Error::Unfenced`], and so on.
@@ -79,11 +79,11 @@ pub enum Error {
     },
 
     /// Not acquired in the time that the caller would wait: somebody else holds it.
-    #[error("lease \"{name}\" is busy, not acquired within {after:?}: held by {}{}",
+    #[error("\"{name}\" is busy, not acquired within {after:?}: held by {}{}",
         label.as_deref().unwrap_or("somebody"), token.map(|t| format!(" with token {t}")).unwrap_or_default())]
     #[non_exhaustive]
     Busy {
-        /// The lease.
+        /// The lease, or the key of the advisory lock.
         name: String,
         /// The label of whoever held it last, as far as known.
         label: Option<String>,
@@ -186,6 +186,31 @@ pub enum Error {
         source: sqlx::Error,
     },
 
+    /// There is no room for another advisory lock: in the server's lock table (53200), or under the cap of
+    /// [`OwnerBuilder::advisory_locks`](crate::OwnerBuilder::advisory_locks). Nothing held is lost by it.
+    #[error("lock table full: {}", match cap {
+        Some(cap) => format!("this owner holds or asks for {cap} session-level advisory locks, its cap"),
+        None => "the server has no room for another lock: raise max_locks_per_transaction".to_owned(),
+    })]
+    #[non_exhaustive]
+    LockTableFull {
+        /// The owner's cap, if it is that.
+        cap: Option<usize>,
+        /// Postgres's report, if it is the server's table.
+        #[source]
+        source: Option<sqlx::Error>,
+    },
+
+    /// What was asked for does not work through a pooler in transaction mode. Found before it was tried.
+    #[error("a transaction-mode pooler is in between, and {what} does not work through one: use {instead}")]
+    #[non_exhaustive]
+    TransactionPooler {
+        /// What was asked for.
+        what: &'static str,
+        /// What works there.
+        instead: &'static str,
+    },
+
     /// The schema `fencepost` is not in this database.
     #[error(
         "the schema fencepost is not in this database: run fencepost::migrate(&pool), or the printed migrations"
@@ -259,6 +284,9 @@ pub enum LossReason {
     /// The database could not be reached until the local deadline.
     #[error("the database could not be reached until the deadline")]
     Unreachable,
+    /// The database session that held it has ended: terminated, crashed, or its connection broke.
+    #[error("its database session has ended")]
+    SessionEnded,
     /// The owner was shut down or dropped.
     #[error("its owner was stopped")]
     Stopped,
@@ -277,6 +305,7 @@ impl Error {
             | Self::SerializationFailure { .. }
             | Self::RetriesExhausted { .. }
             | Self::PoolExhausted { .. }
+            | Self::LockTableFull { .. }
             | Self::Busy { .. }
             | Self::TimedOut { .. }
             | Self::Conflict { source: Some(_), .. } => true,
@@ -307,13 +336,16 @@ impl Error {
             | Self::SchemaMissing { source }
             | Self::NotAllowed { source }
             | Self::Database { source, .. } => source,
-            Self::TimedOut { source, .. } | Self::Conflict { source, .. } => source.as_ref()?,
+            Self::TimedOut { source, .. }
+            | Self::LockTableFull { source, .. }
+            | Self::Conflict { source, .. } => source.as_ref()?,
             Self::RetriesExhausted { source, .. } => return report(&**source).map(PgDatabaseError::code),
             Self::StaleFence { .. } => return Some("LK001"),
             Self::Lost { .. } => return Some("LK002"),
             Self::Unfenced { .. } => return Some("LK006"),
             Self::Misuse { .. }
             | Self::SchemaVersion { .. }
+            | Self::TransactionPooler { .. }
             | Self::Busy { .. }
             | Self::Gone
             | Self::Suppressed { .. }
@@ -338,6 +370,10 @@ impl Error {
         match error.code() {
             "40P01" => Self::Deadlock { source },
             "40001" => Self::SerializationFailure { source },
+            // Also the code of a lack of memory; the setting's name is in the hint, in every language.
+            "53200" if error.hint().is_some_and(|hint| hint.contains("max_locks_per_transaction")) => {
+                Self::LockTableFull { cap: None, source: Some(source) }
+            }
             // No such schema, function or table.
             "3F000" | "42883" | "42P01" if names_us => Self::SchemaMissing { source },
             "42501" if ours || names_us => Self::NotAllowed { source },

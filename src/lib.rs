@@ -30,6 +30,8 @@
 //! - [`version`]: no lock at all: a row is changed only by who has read it as it is.
 //! - [`schedule`]: once at each due time, whatever the number of servers and whatever their clocks say.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
+//! - [`AdvisoryLock`]: the locks that Postgres itself has, without their traps: for a transaction, or
+//!   ([`HeldAdvisory`]) many on one connection for work that outlives one. [`Key`]: what they lock.
 //! - [`migrate()`] and [`mod@migrate`]: the schema. [`prune()`] forgets what is long over.
 //! - [`Error`]: one type for all that can go wrong.
 //! - `testing` (feature `test-util`): a Postgres that starts by itself, for your tests.
@@ -37,7 +39,8 @@
 //! # What it does not do
 //! It does not exclude side effects that check no token. It is not a job framework and not a driver.
 //!
-//! Longer reading: [`docs::choosing`] (which lock for which problem), [`docs::fencing`], [`docs::failure`].
+//! Longer reading: [`docs::choosing`] (which lock for which problem), [`docs::fencing`], [`docs::failure`],
+//! [`docs::pooling`].
 
 pub mod claim;
 mod error;
@@ -49,10 +52,12 @@ pub mod schedule;
 pub mod testing;
 pub mod version;
 
+mod advisory;
 mod clock;
 mod driver;
 mod identifier;
 mod json;
+mod key;
 mod lease;
 mod mistake;
 mod name;
@@ -66,7 +71,9 @@ mod statement;
 mod token;
 mod wait;
 
+pub use advisory::{AdvisoryLock, HeldAdvisory};
 pub use error::{Error, LossReason, Result};
+pub use key::Key;
 pub use lease::{Attempt, HeldLease, Holder, Lease};
 pub use migrate::migrate;
 pub use name::LockName;
@@ -84,6 +91,8 @@ pub mod docs {
     pub mod failure {}
     #[doc = include_str!("../docs/fencing.md")]
     pub mod fencing {}
+    #[doc = include_str!("../docs/pooling.md")]
+    pub mod pooling {}
 }
 
 /// So that the code in it is checked.

@@ -46,14 +46,15 @@ const MIGRATIONS: &[Migration] = migrations![
     4 "0004_waiters",
     5 "0005_fence",
     6 "0006_protect",
-    7 "0007_prune",
-    8 "0008_claims",
-    9 "0009_schedules",
-    10 "0010_access",
+    7 "0007_advisory",
+    8 "0008_prune",
+    9 "0009_claims",
+    10 "0010_schedules",
+    11 "0011_access",
 ];
 
 /// The schema version that this library was written for: the number of its last migration.
-pub const VERSION: i32 = 10;
+pub const VERSION: i32 = 11;
 
 /// Makes whoever migrates wait for whoever does already. Arbitrary and fixed: "fence" in ASCII.
 const LOCK: &str = "SELECT pg_catalog.pg_advisory_xact_lock(439721161573)";

@@ -13,13 +13,16 @@
 //! | the process is paused beyond the ttl | on waking it is lost at once, by the local clock |
 //! | its thread ends, for whatever reason | everything held is lost: [`LossReason::Stopped`] |
 
+pub(crate) mod claims;
 pub(crate) mod ended;
 pub(crate) mod hand_over;
 mod heartbeat;
 pub(crate) mod life;
 mod listen;
+pub(crate) mod locks;
 mod reconcile;
 pub(crate) mod session;
+mod trust;
 pub(crate) mod wakes;
 
 use std::fmt;
@@ -37,13 +40,15 @@ use crate::migrate;
 use crate::owner::ended::Endings;
 use crate::owner::heartbeat::Beginning;
 use crate::owner::life::{Grants, Life, Stage, enter};
+use crate::owner::locks::Locks;
 use crate::owner::session::Statements;
 use crate::owner::wakes::Wakes;
 
 /// A process, to the database: what holds leases, as long as it beats.
 ///
-/// One per process; clones are the same owner. It needs four connections at most, whatever it holds: one for
-/// the heartbeat, two for calls, and one that listens once something is waited for. They are made from the
+/// One per process; clones are the same owner. It needs four connections at most, however many leases it holds: one
+/// for the heartbeat, two for calls, and one that listens once something is waited for. (Session-level
+/// [advisory locks](crate::AdvisoryLock) need one more, and up to four to wait for some.) They are made from the
 /// options of the given pool and not taken from it.
 ///
 /// # Guarantees
@@ -100,6 +105,7 @@ pub(crate) struct Shared {
     pub(crate) statements: Statements,
     pub(crate) grants: Grants,
     pub(crate) wakes: Wakes,
+    pub(crate) locks: Locks,
     pub(crate) endings: Endings,
     stage: watch::Sender<Stage>,
     runtime: Handle,
@@ -116,6 +122,7 @@ pub struct OwnerBuilder {
     label: Option<String>,
     ttl: Duration,
     pooled: Option<bool>,
+    advisory_locks: usize,
 }
 
 impl Owner {
@@ -133,6 +140,9 @@ impl Owner {
     /// The longest ttl: 24 h. It is how long a crashed process blocks the others.
     pub const MAX_TTL: Duration = Duration::from_hours(24);
 
+    /// How many session-level advisory locks an owner holds at most, unless told otherwise: 1,000.
+    pub const DEFAULT_ADVISORY_LOCKS: usize = 1_000;
+
     /// Starts an owner with the default ttl and a label made of program, host and process id.
     ///
     /// # Errors
@@ -146,7 +156,13 @@ impl Owner {
 
     /// An owner with settings of your own.
     pub fn builder(pool: &PgPool) -> OwnerBuilder {
-        OwnerBuilder { pool: pool.clone(), label: None, ttl: Self::DEFAULT_TTL, pooled: None }
+        OwnerBuilder {
+            pool: pool.clone(),
+            label: None,
+            ttl: Self::DEFAULT_TTL,
+            pooled: None,
+            advisory_locks: Self::DEFAULT_ADVISORY_LOCKS,
+        }
     }
 
     /// What people see of it: in refusals, errors and inspection. Need not be unique.
@@ -164,9 +180,7 @@ impl Owner {
     /// Whether its life is confirmed: the last answered heartbeat is recent enough.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        self.shared()
-            .current()
-            .is_some_and(|life| life.loss().is_none() && !life.trusted_until().has_passed())
+        self.shared().current().is_some_and(|life| life.is_trusted())
     }
 
     /// Whether a transaction-mode pooler was found between it and the server.
@@ -257,10 +271,22 @@ impl OwnerBuilder {
         self
     }
 
+    /// How many session-level advisory locks it holds at most, or asks for at a time; beyond it is
+    /// [`Error::LockTableFull`]. Default: [`Owner::DEFAULT_ADVISORY_LOCKS`]; at least 1, at most 1,000,000.
+    ///
+    /// All sessions of a server share one lock table, made at its start for `max_locks_per_transaction` × (
+    /// `max_connections` + `max_prepared_transactions`) locks of every kind: 6,400 by default, of which about twice as
+    /// many fit. When it is full everybody suffers: statements that lock fail, and new connections are refused. So the
+    /// caps of all owners together are to stay below the product, or the setting is to be raised.
+    pub fn advisory_locks(mut self, at_most: usize) -> Self {
+        self.advisory_locks = at_most;
+        self
+    }
+
     /// Starts it: connects, looks for a pooler, checks the schema's version, beats from then on.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a ttl or label out of range, or a pool with several hosts in one URL (sqlx
+    /// [`Error::Misuse`] for a ttl, label or number of locks out of range, or a pool with several hosts in one URL (sqlx
     /// takes them for one name). [`Error::SchemaMissing`], [`Error::SchemaVersion`], [`Error::NotAllowed`].
     /// [`Error::Database`] if the server cannot be reached: starting does not wait for it to come up;
     /// [`Error::TimedOut`] if it does not answer for as long as the ttl (at least 1 s, at most 10 s).
@@ -269,7 +295,8 @@ impl OwnerBuilder {
     /// Dropping the future stops what has been started, in the background.
     ///
     /// # Database
-    /// Two connections, one statement on each beside their settings and four to find a pooler.
+    /// Two connections, one statement on each beside their settings, and forty-one small ones to be sure that there is no
+    /// pooler; none of these if [`transaction_pooler`](Self::transaction_pooler) says it.
     pub async fn start(self) -> Result<Owner> {
         if self.ttl < Owner::MIN_TTL || self.ttl > Owner::MAX_TTL {
             return Err(Error::misuse(format!(
@@ -280,9 +307,21 @@ impl OwnerBuilder {
             )));
         }
         migrate::check_hosts(&self.pool.connect_options())?;
+        if !(1..=1_000_000).contains(&self.advisory_locks) {
+            return Err(Error::misuse(format!(
+                "an owner holds at most 1 to 1,000,000 session-level advisory locks, not {}",
+                self.advisory_locks
+            )));
+        }
         let label = self.label.unwrap_or_else(default_label);
         crate::name::check(&label, "a label")?;
-        let beginning = Beginning { pool: self.pool, label, ttl: self.ttl, pooled: self.pooled };
+        let beginning = Beginning {
+            pool: self.pool,
+            label,
+            ttl: self.ttl,
+            pooled: self.pooled,
+            advisory_locks: self.advisory_locks,
+        };
 
         let fail = |error| Error::database("starting the owner's thread", sqlx::Error::Io(error));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;

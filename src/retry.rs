@@ -14,10 +14,10 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use sqlx::postgres::PgTransaction;
-use sqlx::{AssertSqlSafe, Connection as _, Executor as _, PgPool};
+use sqlx::{Connection as _, Executor as _, PgPool};
 
-use crate::driver::caught;
 use crate::error::{self, Error, Result};
+use crate::sql;
 use crate::wait::Backoff;
 
 /// How often [`transaction`] runs the work before it gives up.
@@ -71,15 +71,7 @@ pub(crate) async fn begin(
         Isolation::RepeatableRead => "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ WRITE; ",
         Isolation::Serializable => "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE READ WRITE; ",
     };
-    let text = format!("{set}{first}BEGIN");
-    let pool = pool.clone();
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "sqlx loses track of a transaction whose BEGIN is cancelled, so it must not be; and it belongs to \
-                  the runtime of the pool's connections, not to the owner's"
-    )]
-    let begun = tokio::spawn(async move { caught(pool.begin_with(AssertSqlSafe(text))).await }).await;
-    begun.unwrap_or_else(|_runtime_ended| Err(sqlx::Error::WorkerCrashed))
+    sql::begin(pool, format!("{set}{first}BEGIN")).await
 }
 
 /// Runs the work in a transaction and commits it; runs it again, in a new transaction, after a deadlock (40P01), a

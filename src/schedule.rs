@@ -120,7 +120,7 @@ impl Missed {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Looked {
-    /// The slots that were run here and completed, in their order.
+    /// The slots that were run here and are done, in their order.
     pub ran: Vec<DateTime<Utc>>,
     /// The first slot that was not due yet; none if the rule has no more.
     pub next: Option<DateTime<Utc>>,
@@ -171,7 +171,7 @@ impl Schedule {
         let mut slots: Vec<_> = slots.into_iter().collect();
         slots.sort_unstable();
         slots.dedup();
-        if slots.is_empty() || slots.iter().any(|slot| slot.timestamp_subsec_nanos() % 1_000 != 0) {
+        if slots.is_empty() || slots.iter().any(|slot| !slot.timestamp_subsec_nanos().is_multiple_of(1_000)) {
             return Err(Error::misuse("a schedule has slots, at whole microseconds"));
         }
         Self::named(name, Rule::At(slots))
@@ -251,8 +251,8 @@ impl Schedule {
     /// Safe: the slot that is running counts as crashed, and is run again by whoever looks next.
     ///
     /// # Database
-    /// One statement if nothing is due; for each slot one to begin, and a transaction to complete unless the work has done it;
-    /// one to settle. [`one_at_a_time`](Self::one_at_a_time) adds a lease.
+    /// One statement if nothing is due; for each slot one to begin, and a transaction to complete it, or a statement to find
+    /// that the work has done so; one to settle. [`one_at_a_time`](Self::one_at_a_time) adds a lease.
     pub async fn run_due<E, F>(
         &self,
         owner: &Owner,
@@ -282,16 +282,19 @@ impl Schedule {
         };
         let (mut settled, mut all_done) = (None, true);
         for at in due {
-            match Claim::named(&self.key(at))?.begin(owner).await? {
+            let claim = Claim::named(&self.key(at))?;
+            let is_done = match claim.begin(owner).await? {
                 Begun::Fresh(attempt) | Begun::Recovered(attempt, _) => {
-                    run(at, attempt, pool, &mut work).await?;
-                    looked.ran.push(at);
+                    let is_done = run(at, attempt, pool, &claim, owner, &mut work).await?;
+                    looked.ran.extend(is_done.then_some(at));
+                    is_done
                 }
-                Begun::Replay(_) => {}
-                _ => {
-                    all_done = false;
-                    looked.look_again = looked.look_again.min(SOON);
-                }
+                Begun::Replay(_) => true,
+                _ => false,
+            };
+            if !is_done {
+                all_done = false;
+                looked.look_again = looked.look_again.min(SOON);
             }
             if all_done {
                 settled = Some(at);
@@ -360,12 +363,15 @@ fn read(row: &PgRow) -> sqlx::Result<Look> {
     })
 }
 
+/// Whether it is done.
 async fn run<E, F>(
     at: DateTime<Utc>,
     attempt: Attempt,
     pool: &PgPool,
+    claim: &Claim,
+    owner: &Owner,
     work: &mut impl FnMut(Slot) -> F,
-) -> Result<(), E>
+) -> Result<bool, E>
 where
     F: Future<Output = Result<(), E>>,
     E: From<Error> + fmt::Display,
@@ -373,7 +379,16 @@ where
     let slot = Slot { at, attempt: Arc::new(attempt), is_completed: Arc::default() };
     let done = work(slot.clone()).await;
     if slot.is_completed.load(Ordering::Acquire) {
-        return done;
+        done?;
+        // Its transaction may not have committed: the database knows.
+        return match claim.begin(owner).await? {
+            Begun::Replay(_) => Ok(true),
+            Begun::Fresh(other) | Begun::Recovered(other, _) => {
+                other.release().await?;
+                Ok(false)
+            }
+            _ => Ok(false),
+        };
     }
     match done {
         Ok(()) => {
@@ -382,7 +397,8 @@ where
                 slot.complete(&mut tx).await?;
                 commit(tx).await
             };
-            Ok(completed.await?)
+            completed.await?;
+            Ok(true)
         }
         Err(failure) => {
             let recorded = async {

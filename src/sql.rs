@@ -5,14 +5,15 @@
 //! by the simple protocol, with its parameters written out. Text of other than the plainest characters is
 //! written in hexadecimal, so no quoting rule is ever relied on.
 
+pub(crate) mod advisory;
 pub(crate) mod claim;
 pub(crate) mod schedule;
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use sqlx::postgres::{PgArguments, PgRow};
-use sqlx::{AssertSqlSafe, Executor as _, PgConnection, Postgres, SqlSafeStr};
+use sqlx::postgres::{PgArguments, PgRow, PgTransaction};
+use sqlx::{AssertSqlSafe, Executor as _, PgConnection, PgPool, Postgres, SqlSafeStr};
 use uuid::Uuid;
 
 use crate::driver;
@@ -200,6 +201,21 @@ pub(crate) fn fence(name: &LockName, grant: Grant) -> String {
         Arg::Uuid(grant.id.as_uuid()),
     ];
     Call::new(FENCE, args).written_out()
+}
+
+/// Begins a transaction by this message, which ends with BEGIN: statements before it share an implicit
+/// transaction, which BEGIN makes the explicit one; one that fails leaves a clean connection behind. Nobody taking
+/// the transaction, it is rolled back.
+pub(crate) async fn begin(pool: &PgPool, message: String) -> sqlx::Result<PgTransaction<'static>> {
+    let pool = pool.clone();
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "sqlx loses track of a transaction whose BEGIN is cancelled, so it must not be; and it belongs to \
+                  the runtime of the pool's connections, not to the owner's"
+    )]
+    let begun =
+        tokio::spawn(async move { driver::caught(pool.begin_with(AssertSqlSafe(message))).await }).await;
+    begun.unwrap_or_else(|_runtime_ended| Err(sqlx::Error::WorkerCrashed))
 }
 
 /// For the database, which counts in microseconds.

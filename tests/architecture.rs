@@ -13,11 +13,11 @@ mod sources;
 /// The top-level modules by layer, lowest first. A module may use its own layer and those below.
 const LAYERS: &[&[&str]] = &[
     // Words.
-    &["clock", "error", "identifier", "json", "mistake", "name", "token", "wait"],
+    &["clock", "error", "identifier", "json", "key", "mistake", "name", "token", "wait"],
     // Plumbing.
     &["driver", "sql", "migrate", "pooler", "owner", "retry", "savepoint", "statement"],
-    // What Postgres holds.
-    &["row"],
+    // What Postgres itself holds.
+    &["advisory", "row"],
     // What a table holds.
     &["claim", "fence", "lease", "prune", "version"],
     // Compositions.

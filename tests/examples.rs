@@ -106,6 +106,23 @@ fn waiting_in_line_serves_in_the_order_of_arrival() {
     prints("waiting_in_line", WAITING_IN_LINE);
 }
 
+const NIGHTLY_REPORT_ADVISORY: &str = "   1  A         takes the lock and runs the report
+   2  B         is refused, so it does not run; it stands by
+   3  database  shows reports/nightly: A holds, B waits
+   4  (system)  kills A (SIGKILL) in the middle of the report
+   5  B         has the lock, which went with A's connection, and runs the report
+   6  B         publishes it and releases the lock
+
+started:    A and B
+ran:        A, killed on the way; then B, and never both
+published:  once
+";
+
+#[test]
+fn nightly_report_advisory_runs_once() {
+    prints("nightly_report_advisory", NIGHTLY_REPORT_ADVISORY);
+}
+
 const STORAGE: &str = r#"A lock elsewhere gives the tokens; the storage remembers the largest one it has seen.
   token 33  accepted
   token 34  accepted

@@ -37,7 +37,9 @@
 
 #[path = "../shared/quantiles.rs"]
 mod quantiles;
+#[path = "../shared/report.rs"]
 mod report;
+#[path = "../shared/rounds.rs"]
 mod rounds;
 mod scene;
 mod sections;

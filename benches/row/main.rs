@@ -23,9 +23,9 @@
 
 #[path = "../shared/quantiles.rs"]
 mod quantiles;
-#[path = "../lease/report.rs"]
+#[path = "../shared/report.rs"]
 mod report;
-#[path = "../lease/rounds.rs"]
+#[path = "../shared/rounds.rs"]
 #[allow(dead_code, reason = "shared with the bench of leases, which uses all of it")]
 mod rounds;
 

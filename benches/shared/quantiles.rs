@@ -1,4 +1,4 @@
-//! Medians and quartiles, for both benches.
+//! Medians and quartiles, for all benches.
 
 pub(crate) fn median(values: impl Iterator<Item = f64>) -> f64 {
     quantile(&sorted(values), 0.5)

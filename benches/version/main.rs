@@ -22,9 +22,9 @@
 
 #[path = "../shared/quantiles.rs"]
 mod quantiles;
-#[path = "../lease/report.rs"]
+#[path = "../shared/report.rs"]
 mod report;
-#[path = "../lease/rounds.rs"]
+#[path = "../shared/rounds.rs"]
 #[allow(dead_code, reason = "shared with the bench of leases, which uses all of it")]
 mod rounds;
 
@@ -56,10 +56,10 @@ fn main() -> Result<()> {
         // Room for new versions of a row beside the old one, for all sides alike.
         pool.execute(
             "CREATE TABLE data (id bigint PRIMARY KEY, n bigint NOT NULL, version bigint NOT NULL) WITH (fillfactor = 50);
-             INSERT INTO data SELECT id, 0, 1 FROM generate_series(1, 10000) id;
-             VACUUM ANALYZE data",
+             INSERT INTO data SELECT id, 0, 1 FROM generate_series(1, 10000) id",
         )
         .await?;
+        pool.execute("VACUUM ANALYZE data").await?;
         println!("{} cores", std::thread::available_parallelism()?);
         let time = Duration::from_secs_f64(seconds / 2.0);
         one(&database, time).await?;

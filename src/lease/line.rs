@@ -105,7 +105,7 @@ struct Waiter<'a> {
 
 impl Waiter<'_> {
     fn is_trusted(&self) -> bool {
-        self.life.loss().is_none() && !self.life.trusted_until().has_passed()
+        self.life.is_trusted()
     }
 
     async fn wait(&mut self, wanted: &mut watch::Receiver<()>) -> Result<Turn> {

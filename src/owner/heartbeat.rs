@@ -12,9 +12,11 @@ use uuid::Uuid;
 use super::ended::Endings;
 use super::hand_over::HandedOver;
 use super::life::{Grants, Life, Stage};
+use super::locks::Locks;
 use super::session::{Session, Source, Statements};
 use super::wakes::Wakes;
-use super::{Shared, Started, listen, reconcile};
+use super::{Shared, Started};
+use super::{listen, locks, reconcile};
 use crate::clock::Moment;
 use crate::error::{Error, LossReason, Result};
 use crate::migrate;
@@ -30,6 +32,8 @@ pub(crate) struct Beginning {
     pub(crate) ttl: Duration,
     /// Whether a transaction-mode pooler is in between, if that is known.
     pub(crate) pooled: Option<bool>,
+    /// How many session-level advisory locks it may hold.
+    pub(crate) advisory_locks: usize,
 }
 
 /// The main function of the owner's thread. Reports the start, then lives until it is stopped.
@@ -55,6 +59,7 @@ pub(super) async fn live(beginning: Beginning, ready: oneshot::Sender<Result<Sta
         () = lives(&shared, session, life) => {}
         () = reconcile::forever(&shared) => {}
         () = listen::forever(&shared) => {}
+        () = locks::forever(&shared) => {}
         // The lives end by themselves on stop; this is for a stop that they do not notice in time.
         () = async { _ = stop.wait_for(|stop| *stop).await; tokio::time::sleep(shared.bound() * 2).await } => {}
     }
@@ -71,6 +76,7 @@ struct EndOfThread(Arc<Shared>);
 impl Drop for EndOfThread {
     fn drop(&mut self) {
         self.0.statements.close();
+        self.0.locks.end();
         let stopped = matches!(*self.0.stage.borrow(), Stage::Stopped { .. });
         if !stopped {
             self.0.enter(Stage::Stopped { told: false }, LossReason::Stopped);
@@ -80,7 +86,7 @@ impl Drop for EndOfThread {
 
 /// Connects, looks at what is there, and begins the first life.
 async fn begin(
-    Beginning { pool, label, ttl, pooled }: Beginning,
+    Beginning { pool, label, ttl, pooled, advisory_locks }: Beginning,
 ) -> Result<(Arc<Shared>, Session, Arc<Life>)> {
     let fail = |source| Error::database("starting the owner", source);
     let mut source = Source {
@@ -106,6 +112,7 @@ async fn begin(
         statements: Statements::new(source, calling),
         grants: Grants::default(),
         wakes: Wakes::default(),
+        locks: Locks::new(advisory_locks),
         endings: Endings::default(),
         stage: watch::Sender::new(Stage::Starting(LossReason::Stopped)),
         runtime: tokio::runtime::Handle::current(),
@@ -137,6 +144,7 @@ async fn lives(shared: &Shared, session: Session, mut life: Arc<Life>) {
     }
     // First nothing counts as held, then others may have it.
     shared.enter(Stage::Starting(LossReason::Stopped), LossReason::Stopped);
+    shared.locks.stop(shared.bound()).await;
     let stopping = Call::new(sql::OWNER_STOP, [Arg::Uuid(life.id())]);
     let freed = shared.statements.call_until_answered("stopping the owner", &stopping, &stopping).await;
     // While this thread still runs: those who got what was freed are to hear of it.

@@ -1,28 +1,18 @@
 //! One life of an owner: from the start of its row in the database to its death, and what hangs on it.
 //!
-//! A life is trusted until a *local deadline*: the instant before the last successful heartbeat was sent,
-//! plus the ttl, less a margin. The database counts from a later instant, so it can grant to nobody else
-//! before. Three states:
-//!
-//! ```text
-//!            beat answered              beat fails
-//! confirmed ───────────────▶ confirmed ───────────▶ unknown ── beat answered ──▶ confirmed
-//!                                                      │
-//!                      deadline, or "dead" answered    ▼
-//!                                                    lost (final; the next life has another id)
-//! ```
+//! How long it is trusted: see `trust`.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
 use uuid::Uuid;
 
+use super::trust::{Trust, set_once, told};
 use crate::clock::Moment;
 use crate::error::{Error, LossReason};
-use crate::mistake::Mistake;
 use crate::name::LockName;
 use crate::token::{Grant, GrantId};
 
@@ -30,75 +20,24 @@ use crate::token::{Grant, GrantId};
 #[derive(Debug)]
 pub(crate) struct Life {
     id: Uuid,
-    /// Until when it is trusted, in nanoseconds of the local clock. Only ever raised.
-    trusted_until: AtomicU64,
-    /// How long before the database's end that is.
-    margin: Duration,
-    lost: watch::Sender<Option<LossReason>>,
-    /// Changes with every answered heartbeat.
-    beaten: watch::Sender<()>,
+    trust: Trust,
 }
 
 impl Life {
     pub(crate) fn new(id: Uuid, trusted_until: Moment, margin: Duration) -> Self {
-        let trusted_until = AtomicU64::new(trusted_until.as_nanos());
-        Self { id, trusted_until, margin, lost: watch::Sender::new(None), beaten: watch::Sender::new(()) }
+        Self { id, trust: Trust::until(trusted_until, margin) }
     }
 
     pub(crate) fn id(&self) -> Uuid {
         self.id
     }
+}
 
-    pub(crate) fn trusted_until(&self) -> Moment {
-        if Mistake::NoDeadline.is_made() {
-            return Moment::now().after(Duration::from_hours(1));
-        }
-        Moment::from_nanos(self.trusted_until.load(Ordering::Acquire))
-    }
+impl Deref for Life {
+    type Target = Trust;
 
-    pub(crate) fn trust_until(&self, deadline: Moment) {
-        self.trusted_until.fetch_max(deadline.as_nanos(), Ordering::AcqRel);
-        self.beaten.send_replace(());
-    }
-
-    /// Resolves with the next heartbeat that is answered.
-    pub(crate) async fn beaten(&self) {
-        // An error would mean that the sender is gone, which is in `self`.
-        drop(self.beaten.subscribe().changed().await);
-    }
-
-    pub(crate) fn loss(&self) -> Option<LossReason> {
-        *self.lost.borrow()
-    }
-
-    /// Resolves when it has been declared lost.
-    pub(crate) async fn declared_lost(&self) -> LossReason {
-        told(&mut self.lost.subscribe()).await
-    }
-
-    /// Resolves when it is lost. The owner's thread declares it at the local deadline; should that thread stand
-    /// still, whoever watches here does, a margin later. Either is final.
-    pub(crate) async fn lost(&self) -> LossReason {
-        let silent = async {
-            loop {
-                let end = self.trusted_until().after(self.margin);
-                end.reached().await;
-                if self.trusted_until().after(self.margin) == end {
-                    self.lose(LossReason::Expired);
-                    return self.declared_lost().await;
-                }
-            }
-        };
-        tokio::select! {
-            biased;
-            reason = self.declared_lost() => reason,
-            reason = silent => reason,
-        }
-    }
-
-    /// Final: the first reason stays.
-    fn lose(&self, reason: LossReason) {
-        set_once(&self.lost, reason);
+    fn deref(&self) -> &Trust {
+        &self.trust
     }
 }
 
@@ -162,22 +101,6 @@ impl Held {
             reason = self.life.lost() => reason,
             () = cap => LossReason::Expired,
         }
-    }
-}
-
-fn set_once(lost: &watch::Sender<Option<LossReason>>, reason: LossReason) {
-    lost.send_if_modified(|told| {
-        let first = told.is_none();
-        told.get_or_insert(reason);
-        first
-    });
-}
-
-/// The reason, once it is set. A sender that is gone without one was stopped.
-async fn told(lost: &mut watch::Receiver<Option<LossReason>>) -> LossReason {
-    match lost.wait_for(Option::is_some).await {
-        Ok(reason) => reason.unwrap_or(LossReason::Stopped),
-        Err(_sender_gone) => LossReason::Stopped,
     }
 }
 
@@ -264,18 +187,6 @@ pub(crate) fn enter(stage: &watch::Sender<Stage>, next: Stage, reason: LossReaso
 mod tests {
     use super::*;
 
-    // Whoever watches may find the deadline passed before the owner's thread does, which may have an answer in
-    // hand that would have prolonged it: lost it is, all the same.
-    #[tokio::test]
-    async fn a_life_that_was_seen_lost_stays_lost() {
-        let now = Moment::now();
-        let life = Life::new(Uuid::nil(), now, Duration::from_millis(1));
-        assert_eq!(life.lost().await, LossReason::Expired);
-        life.trust_until(now.after(Duration::from_mins(1)));
-        life.lose(LossReason::Unreachable);
-        assert_eq!((life.loss(), life.lost().await), (Some(LossReason::Expired), LossReason::Expired));
-    }
-
     // C15: held means confirmed recently enough, not that nobody has said otherwise.
     #[test]
     fn past_its_deadline_nothing_is_held_though_nobody_has_declared_it_lost() {
@@ -293,13 +204,5 @@ mod tests {
         let declared = held(later, None);
         declared.lose(LossReason::Released);
         assert!(!declared.is_held());
-    }
-
-    #[test]
-    fn trust_is_only_ever_prolonged() {
-        let now = Moment::now();
-        let life = Life::new(Uuid::nil(), now.after(Duration::from_secs(2)), Duration::ZERO);
-        life.trust_until(now.after(Duration::from_secs(1)));
-        assert_eq!(life.trusted_until(), now.after(Duration::from_secs(2)));
     }
 }

@@ -82,21 +82,37 @@ impl Session {
         mut self,
         call: &Call,
     ) -> Result<(Vec<PgRow>, Self), (sqlx::Error, Option<Self>)> {
-        let answer = async {
-            if self.pooled {
-                call.through_pooler(&mut self.conn, self.bound).await
-            } else {
-                call.prepared(&mut self.conn).await
-            }
-        };
-        // The server bounds the statement too; the slack lets its answer arrive.
-        let answer = timeout(self.bound.saturating_add(Duration::from_millis(500)), answer);
-        match answer.await.unwrap_or_else(|_| Err(too_slow("waiting for an answer"))) {
+        match self.ask(call).await {
             Ok(rows) => Ok((rows, self)),
             Err(error) if is_refusal(&error) => Err((error, Some(self))),
             Err(error) => Err((error, None)),
         }
     }
+
+    /// The same for a caller that knows which reports leave the session in order. After an answer that did not
+    /// come in time, or a future that was dropped, it is not.
+    pub(crate) async fn ask(&mut self, call: &Call) -> sqlx::Result<Vec<PgRow>> {
+        let bound = self.bound;
+        let answer = async {
+            if self.pooled {
+                call.through_pooler(&mut self.conn, bound).await
+            } else {
+                call.prepared(&mut self.conn).await
+            }
+        };
+        in_time(bound, answer).await
+    }
+
+    /// One message of the simple protocol, as [`ask`](Self::ask).
+    pub(crate) async fn send(&mut self, message: String) -> sqlx::Result<Vec<PgRow>> {
+        in_time(self.bound, sql::rows(&mut self.conn, AssertSqlSafe(message))).await
+    }
+}
+
+/// The server bounds the statement too; the slack lets its answer arrive.
+async fn in_time<T>(bound: Duration, answer: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
+    let answer = timeout(bound.saturating_add(Duration::from_millis(500)), answer);
+    answer.await.unwrap_or_else(|_| Err(too_slow("waiting for an answer")))
 }
 
 /// Sessions for the calls that are not heartbeats: a few, made when needed, without a ping before use.

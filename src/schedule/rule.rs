@@ -83,7 +83,7 @@ impl Rule {
 
 /// For Postgres, which counts in microseconds.
 pub(super) fn micros(duration: Duration, least: Duration, most: Duration, what: &str) -> Result<i64> {
-    if duration < least || duration > most || duration.subsec_nanos() % 1_000 != 0 {
+    if duration < least || duration > most || !duration.subsec_nanos().is_multiple_of(1_000) {
         return Err(Error::misuse(format!(
             "{what} is {least:?} to {most:?} in whole microseconds, not {duration:?}"
         )));

@@ -304,6 +304,44 @@ pub(crate) const WALL_CLOCK: Canary = Canary {
     change: Change::Client("wall-clock"),
 };
 
+/// Whoever completes a claim completes it, whoever has it.
+pub(crate) const FINISH_BY_ID: Canary = Canary {
+    mistake: "a claim that is finished by its key alone",
+    made_by: "riverqueue/river#1302",
+    breaks: "I6",
+    cell: &cell::EVERYTHING_CLAIMED,
+    change: Change::Functions(&[
+        (
+            "fencepost.claim_fence",
+            &[("OR v_token <> p_token OR v_grant IS DISTINCT FROM p_grant_id THEN", "THEN")],
+        ),
+        (
+            "fencepost.claim_complete",
+            &[(
+                "WHERE c.key = p_key AND c.token = p_token AND c.grant_id = p_grant_id AND c.state = 'running'",
+                "WHERE c.key = p_key AND c.state = 'running'",
+            )],
+        ),
+    ]),
+};
+
+/// What runs for long is taken for dead, and some things take long.
+pub(crate) const RESCUE_BY_RUN_TIME: Canary = Canary {
+    mistake: "a claim that is rescued by a fixed run time",
+    made_by: "hexpm/hexpm#1825, apalis-dev/apalis#530",
+    breaks: "I4",
+    cell: &cell::EVERYTHING_CLAIMED,
+    change: Change::Functions(&[(
+        "fencepost.claim_next",
+        &[(
+            "    LOOP\n        RETURN QUERY",
+            "    UPDATE fencepost.claims c SET state = 'ready', unclear = true WHERE c.key IN (\n        \
+             SELECT r.key FROM fencepost.claims r WHERE r.kind = p_kind AND r.state = 'running' \
+             AND r.started_at < v_now - interval '20 ms' FOR UPDATE SKIP LOCKED);\n    LOOP\n        RETURN QUERY",
+        )],
+    )]),
+};
+
 impl Canary {
     /// The mistake of the library, by its name there.
     pub(crate) fn of_the_client(&self) -> Option<&'static str> {

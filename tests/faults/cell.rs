@@ -381,3 +381,46 @@ pub(crate) const NOTIFICATIONS: Cell = Cell {
     needs: &["grants", "tickets"],
     ..WAITING
 };
+
+/// A thousand claims, and more when they are done; begun by key or taken in batches.
+const CLAIMING: Cell = Cell {
+    mode: Mode::Claim,
+    workers: 8,
+    ttl: (100, 300),
+    pauses: false,
+    needs: &["grants", "completions", "recovered attempts", "refused completions"],
+    ..TRYING
+};
+
+pub(crate) const EVERYTHING_CLAIMED: Cell = Cell {
+    name: "everything at once, claims",
+    how: "8 processes, 1,000 claims; SIGSTOP, also in the transaction that completes, SIGKILL and ended sessions",
+    seconds: 8,
+    faults: &[
+        (30, Fault::Pause),
+        (8, Fault::Kill),
+        (15, Fault::EndSession(Session::Heartbeat)),
+        (15, Fault::EndSession(Session::Call)),
+        (15, Fault::EndSession(Session::Application)),
+        (15, Fault::EndSession(Session::Fenced)),
+    ],
+    every: (10, 80),
+    ..CLAIMING
+};
+
+pub(crate) const REPLY_CUT_CLAIMED: Cell = Cell {
+    name: "reply cut, claims",
+    how: "a proxy forwards a begin, a claim of jobs, a complete or its COMMIT, and drops the answer",
+    workers: 6,
+    ttl: (200, 500),
+    setting: REPLY_CUT.setting,
+    faults: &[
+        (1, Fault::CutAnswer("fencepost.claim_begin")),
+        (1, Fault::CutAnswer("fencepost.claim_next")),
+        (1, Fault::CutAnswer("fencepost.claim_complete")),
+        (1, Fault::CutAnswer("COMMIT")),
+        (1, Fault::CutAnswer("fencepost.heartbeat")),
+        (1, Fault::Pause),
+    ],
+    ..CLAIMING
+};

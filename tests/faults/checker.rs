@@ -13,13 +13,14 @@
 //! | I5 | a stop or a cut longer than the trust | "yes" after it; or no signal within [`SIGNAL_WITHIN`]; or a dead owner lives again |
 //! | I12 | where nothing may be lost, a grant | its loss is signalled |
 //!
-//! I12 and I13 of the line are judged in `line_checker`.
+//! I12 and I13 of the line are judged in `line_checker`, I6 in `claim_checker`.
 //!
 //! I3 (the twin loses updates), I11 (hygiene) and I12 (progress) are counted by the controller and by the tests.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
+use crate::claim_checker::{self, Claimed};
 use crate::history::{CANCELLED, Kind, Phase, REJECTED, Record, TIMED_OUT};
 use crate::line::Event;
 use crate::line_checker;
@@ -89,6 +90,8 @@ pub(crate) struct Facts {
     pub(crate) line: Vec<Event>,
     /// How many nanoseconds the clock of the records is ahead of the line's.
     pub(crate) clock: i64,
+    /// What became of claims, where there were any: judged in `claim_checker`.
+    pub(crate) claimed: Claimed,
     /// Owners that were found dead and lived on.
     pub(crate) revived: Vec<String>,
     /// When a primary was left with commits that its successor has not.
@@ -143,15 +146,15 @@ impl Report {
 #[derive(Clone, Debug)]
 pub(crate) struct Step {
     pub(crate) process: i32,
-    op: i64,
+    pub(crate) op: i64,
     pub(crate) kind: Kind,
     pub(crate) name: String,
     pub(crate) token: Option<i64>,
     pub(crate) value: Option<i64>,
     pub(crate) began: u64,
-    commit: Option<u64>,
+    pub(crate) commit: Option<u64>,
     pub(crate) ended: Option<(u64, Phase)>,
-    why: String,
+    pub(crate) why: String,
 }
 
 impl Step {
@@ -177,6 +180,7 @@ pub(crate) fn check(facts: &Facts) -> Report {
     dead_is_final(facts, &mut report);
     nothing_is_lost_without_a_reason(facts, &grants, &mut report);
     line_checker::judge(facts, &mut report);
+    claim_checker::judge(facts, &steps, &mut report);
     for step in &steps {
         count(step, &mut report);
     }

@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use crate::canary::Canary;
 use crate::cell::Cell;
 use crate::checker::{Facts, Row};
+use crate::claims;
 use crate::dice::Dice;
 use crate::fault::Fault;
 use crate::fleet::{Fleet, Target};
@@ -92,7 +93,11 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let cell = plan.cell;
     let stage = Arc::new(Stage::set(cell.setting, cell.workers).await?);
     let pool = stage.pool();
-    let count = if cell.mode == Mode::Wait { NAMES.len() } else { 3 };
+    let count = match cell.mode {
+        Mode::Wait => NAMES.len(),
+        Mode::Claim => 0,
+        Mode::Try | Mode::Once => 3,
+    };
     let names: Vec<String> = NAMES.iter().take(count).map(|name| (*name).to_owned()).collect();
     sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
     for fill in
@@ -105,6 +110,10 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let line = cell.mode == Mode::Wait && !cell.forgets();
     if line {
         line::watch(&pool).await;
+    }
+    let claiming = cell.mode == Mode::Claim;
+    if claiming {
+        claims::fill(&pool).await;
     }
     if let Some(canary) = plan.canary {
         canary.install(&pool).await;
@@ -129,7 +138,10 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     // A canary may have made a mistake of which nothing heals.
     let patience = if plan.canary.is_some() { Duration::from_secs(3) } else { DEADLINE };
     let healing = async {
-        let healed = heal(&pool, &names, patience).await;
+        let healed = match claiming {
+            true => claims::heal(&pool, patience).await,
+            false => heal(&pool, &names, patience).await,
+        };
         if line {
             line::quit(&pool).await;
         }
@@ -149,6 +161,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         twins: values(&pool, "SELECT name, value FROM twin").await,
         line: if line { line::read(&pool).await } else { Vec::new() },
         clock: clock(&pool).await,
+        claimed: if claiming { claims::read(&pool).await } else { claims::Claimed::default() },
         revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
         failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
         calm: cell.calm,
@@ -183,7 +196,7 @@ async fn inject(
                     fleet.refuse(target);
                 } else if fleet.is_losing() {
                     striking.spawn(stop_until_its_token_is_issued_again(Arc::clone(fleet), target, ask));
-                } else if cell.pauses {
+                } else if cell.pauses || cell.mode == Mode::Claim {
                     striking.spawn(stop_where_it_hurts(Arc::clone(fleet), target, ask));
                 } else {
                     fleet.refuse(target);
@@ -251,6 +264,8 @@ async fn stop_where_it_hurts(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Opt
         (true, Place::Fenced) => "paused in a fenced transaction",
         (true, Place::Twin) => "paused in an unfenced write",
         (true, Place::Idle) => "paused holding",
+        (true, Place::Claimed) => "paused with a claim",
+        (true, Place::Completing) => "paused completing a claim",
     })
 }
 
@@ -282,7 +297,15 @@ async fn stop_until_its_token_is_issued_again(
 }
 
 async fn overtaken(fleet: &Fleet, ask: &Ask) {
+    let is_claim = matches!(ask.place, Place::Claimed | Place::Completing);
     loop {
+        if is_claim {
+            if claims::overtaken(&fleet.stage().pool(), &ask.name, ask.token).await {
+                return;
+            }
+            sleep(Duration::from_millis(1)).await;
+            continue;
+        }
         let overtaken = sqlx::query_scalar(
             "SELECT (SELECT token FROM fencepost.leases WHERE name = $1) <> $2 \
              AND (NOT $3 OR (SELECT value FROM twin WHERE name = $1) > $4)",
@@ -326,6 +349,8 @@ async fn left_behind(pool: &PgPool, pooled: bool) -> Vec<String> {
         UNION ALL SELECT 'an advisory lock' FROM pg_locks WHERE locktype = 'advisory' \
         UNION ALL SELECT 'a held lease: ' || l.name FROM fencepost.leases l JOIN fencepost.owners o ON o.id = l.owner \
           WHERE l.released_at IS NULL AND o.expires_at > clock_timestamp() \
+        UNION ALL SELECT 'a running claim of the living: ' || c.key FROM fencepost.claims c \
+          JOIN fencepost.owners o ON o.id = c.owner WHERE c.state = 'running' AND o.expires_at > clock_timestamp() \
         UNION ALL SELECT 'a ticket of the living: ' || w.name FROM fencepost.waiters w \
           JOIN fencepost.owners o ON o.id = w.owner WHERE o.expires_at > clock_timestamp()";
     let look =

@@ -28,6 +28,8 @@ pub(crate) enum Kind {
     Write,
     /// A read-modify-write of another counter without a fence.
     Twin,
+    /// The effect of a claim and its end, in one transaction; `Acquire` is its begin.
+    Complete,
     /// A look at `is_held`: one record, `Ok` for yes and `Fail` for no, from `at` to `until`; the value is how
     /// many nanoseconds it says are left.
     Believe,
@@ -53,6 +55,9 @@ pub(crate) enum Phase {
     /// It may have happened.
     Unknown,
 }
+
+/// The reason of a begin whose attempt before ended without a word.
+pub(crate) const RECOVERED: &str = "recovered";
 
 /// What begins the reason of a write that was refused because the lease is lost.
 pub(crate) const REJECTED: &str = "rejected";

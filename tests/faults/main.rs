@@ -18,6 +18,8 @@
 mod canary;
 mod cell;
 mod checker;
+mod claim_checker;
+mod claims;
 mod controller;
 mod dice;
 mod fault;
@@ -98,6 +100,8 @@ cells! {
     connections_may_run_out: CROWDED,
     it_may_be_migrated_under_load: MIGRATED,
     notifications_may_be_lost_and_forged: NOTIFICATIONS,
+    claims_are_done_once_under_faults: EVERYTHING_CLAIMED,
+    answers_about_claims_may_be_cut: REPLY_CUT_CLAIMED,
 }
 
 /// A test for each canary, and the list of all.
@@ -135,6 +139,8 @@ canaries! {
     a_client_with_a_wall_clock_is_noticed: WALL_CLOCK,
     a_client_that_never_looks_for_lost_grants_is_noticed: NO_RECONCILE,
     a_client_that_believes_any_notification_is_noticed: BELIEVES_NOTIFICATIONS,
+    a_finish_by_the_key_alone_is_noticed: FINISH_BY_ID,
+    a_rescue_by_run_time_is_noticed: RESCUE_BY_RUN_TIME,
 }
 
 /// The entry point of worker processes. Started as a test, it checks that the controller would find it.

@@ -18,8 +18,8 @@ use crate::timeline;
 /// Where a run in another process leaves its finding.
 pub(crate) const RESULT: &str = "FENCEPOST_FAULTS_RESULT";
 
-/// The columns. I3 is the twin; I6 to I10 are of other capabilities.
-const INVARIANTS: [&str; 7] = ["I1", "I2", "I4", "I5", "I11", "I12", "I13"];
+/// The columns. I3 is the twin; I7 to I10 are of other capabilities.
+const INVARIANTS: [&str; 8] = ["I1", "I2", "I4", "I5", "I6", "I11", "I12", "I13"];
 
 /// What a run came to.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -147,8 +147,14 @@ pub(crate) fn write(findings: &[Finding], noticed: &[Finding]) {
     writeln!(text, "|---|---|---|{}---|---|", "---|".repeat(INVARIANTS.len())).unwrap();
     for (finding, (_, cell)) in findings.iter().zip(crate::CELLS) {
         if let Some(why) = &finding.skipped {
-            writeln!(text, "| {} | {} | **skipped**: {why} | {} | | |", cell.name, cell.how, "| ".repeat(6))
-                .unwrap();
+            writeln!(
+                text,
+                "| {} | {} | **skipped**: {why} | {} | | |",
+                cell.name,
+                cell.how,
+                "| ".repeat(INVARIANTS.len() - 1)
+            )
+            .unwrap();
             continue;
         }
         let figures: Vec<String> = INVARIANTS.iter().map(|invariant| finding.figure(invariant)).collect();

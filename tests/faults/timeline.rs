@@ -72,7 +72,7 @@ impl<'a> Story<'a> {
         let (title, end, colour) = if fenced {
             ("With the fence: the late write is refused, nothing is lost", "refused", "#1a7f37")
         } else {
-            ("Without it: the late write overwrites the next holder's", "overwrites", "#cf222e")
+            ("Without the fence: the late write overwrites the next holder's", "overwrites", "#cf222e")
         };
         let (first, second) = (70.0, 150.0);
         let mut svg = format!(

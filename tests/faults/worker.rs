@@ -13,6 +13,7 @@
 //!
 //! What else it does, or does wrong, is in its [`Habits`].
 
+mod claiming;
 mod trying;
 mod waiting;
 
@@ -110,6 +111,8 @@ pub(crate) enum Mode {
     Try,
     /// Waits in line, with several tasks, until told to end.
     Wait,
+    /// Takes jobs and begins claims, until told to end.
+    Claim,
     /// Takes each name once, when it is free, writes, and ends.
     Once,
 }
@@ -123,6 +126,10 @@ pub(crate) enum Place {
     Twin,
     /// While it holds and does nothing.
     Idle,
+    /// With an attempt at a claim.
+    Claimed,
+    /// In a transaction in which it has completed one.
+    Completing,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -202,6 +209,7 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
     });
     match worker.orders.mode {
         Mode::Wait => waiting::work(Rc::clone(&worker)).await,
+        Mode::Claim => claiming::work(Rc::clone(&worker)).await,
         Mode::Once => {
             for name in &worker.orders.names {
                 let take = async {
@@ -432,9 +440,12 @@ impl Worker {
     /// Stands still here, with its owner beating on, until it has been stopped for long and told to go on.
     async fn ask_to_be_stopped(&self, place: Place, held: &HeldLease, value: i64) {
         let (name, token, grant) = (held.name().to_string(), held.token().as_i64(), held.grant().to_string());
-        let ask = Ask { place, name, token, grant, value };
+        self.ask(&Ask { place, name, token, grant, value }).await;
+    }
+
+    async fn ask(&self, ask: &Ask) {
         let mut quitting = self.quitting.clone();
-        println!("{ASK}{}", serde_json::to_string(&ask).unwrap());
+        println!("{ASK}{}", serde_json::to_string(ask).unwrap());
         tokio::select! {
             told = self.told_to_go_on() => told,
             _ = quitting.wait_for(|quit| *quit) => {}

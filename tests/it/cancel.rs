@@ -5,7 +5,10 @@
 //! `every_public_async_function_has_a_case` reads the sources and fails when one is missing.
 
 mod cases;
+mod claim_cases;
 mod scene;
+mod schedule_cases;
+mod version_cases;
 
 use std::collections::BTreeSet;
 use std::future::{Future, poll_fn};

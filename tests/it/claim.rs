@@ -291,7 +291,7 @@ async fn a_recovery_waits_for_an_open_end_of_the_dead() {
         kill(&pool, &format!("{label}-again")).await;
         assert!(matches!(claim(&key).begin(&b).await.unwrap(), Begun::InProgress { .. }));
         tx.rollback().await.unwrap();
-        recovered(&b, &key).await;
+        assert!(recovered(&b, &key).await.is_held());
     }
 }
 

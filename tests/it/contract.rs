@@ -5,22 +5,27 @@
 
 use std::time::Duration;
 
-use fencepost::{Error, HeldLease, Lease, Owner, Result, Wait};
+use fencepost::claim::{self as claims, Claim};
+use fencepost::{AdvisoryLock, Error, HeldAdvisory, HeldLease, Key, Lease, Owner, Result, Wait};
 use sqlx::PgPool;
 
 use crate::cancel::after_polls;
 use crate::support::{LONG, database, owner, until, within};
 
-/// What every lock of this library can do.
+/// What everything that excludes can do.
 trait Exclusive: Clone + Send + Sync + 'static {
     type Held: Send;
 
     fn named(name: &str) -> Self;
     fn try_acquire(&self, owner: &Owner) -> impl Future<Output = Result<Option<Self::Held>>> + Send;
-    fn acquire(&self, owner: &Owner, wait: Wait) -> impl Future<Output = Result<Self::Held>> + Send;
     fn release(held: Self::Held) -> impl Future<Output = Result<bool>> + Send;
     fn is_held(held: &Self::Held) -> bool;
     fn lost(held: &Self::Held) -> impl Future<Output = fencepost::LossReason> + Send;
+}
+
+/// What can be waited for, besides.
+trait Waits: Exclusive {
+    fn acquire(&self, owner: &Owner, wait: Wait) -> impl Future<Output = Result<Self::Held>> + Send;
     /// How many wait for it.
     fn waiting(pool: &PgPool) -> impl Future<Output = i64> + Send;
 }
@@ -36,10 +41,6 @@ impl Exclusive for Lease {
         Self::try_acquire(self, owner).await
     }
 
-    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<HeldLease> {
-        Self::acquire(self, owner, wait).await
-    }
-
     async fn release(held: HeldLease) -> Result<bool> {
         held.release().await
     }
@@ -51,14 +52,80 @@ impl Exclusive for Lease {
     async fn lost(held: &HeldLease) -> fencepost::LossReason {
         held.lost().await
     }
+}
+
+impl Waits for Lease {
+    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<HeldLease> {
+        Self::acquire(self, owner, wait).await
+    }
 
     async fn waiting(pool: &PgPool) -> i64 {
         sqlx::query_scalar("SELECT count(*) FROM fencepost.waiters").fetch_one(pool).await.unwrap()
     }
 }
 
+impl Exclusive for AdvisoryLock {
+    type Held = HeldAdvisory;
+
+    fn named(name: &str) -> Self {
+        Self::exclusive(Key::from_name("contract", name).unwrap())
+    }
+
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<HeldAdvisory>> {
+        Self::try_acquire(self, owner).await
+    }
+
+    async fn release(held: HeldAdvisory) -> Result<bool> {
+        held.release().await
+    }
+
+    fn is_held(held: &HeldAdvisory) -> bool {
+        held.is_held()
+    }
+
+    async fn lost(held: &HeldAdvisory) -> fencepost::LossReason {
+        held.lost().await
+    }
+}
+
+impl Waits for AdvisoryLock {
+    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<HeldAdvisory> {
+        Self::acquire(self, owner, wait).await
+    }
+
+    async fn waiting(pool: &PgPool) -> i64 {
+        crate::advisory::advisory_locks(pool, false).await
+    }
+}
+
+/// An attempt at it.
+impl Exclusive for Claim {
+    type Held = claims::Attempt;
+
+    fn named(name: &str) -> Self {
+        // Poison is another matter.
+        Self::named(name).unwrap().max_crashes(1_000).unwrap()
+    }
+
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<claims::Attempt>> {
+        Ok(self.begin(owner).await?.into_attempt())
+    }
+
+    async fn release(held: claims::Attempt) -> Result<bool> {
+        held.release().await
+    }
+
+    fn is_held(held: &claims::Attempt) -> bool {
+        held.is_held()
+    }
+
+    async fn lost(held: &claims::Attempt) -> fencepost::LossReason {
+        held.lost().await
+    }
+}
+
 /// The capability's modules under `src/` that promise exclusion, each with its line here.
-const CAPABILITIES: &[&str] = &["lease"];
+const CAPABILITIES: &[&str] = &["advisory", "claim", "lease"];
 
 #[test]
 fn every_capability_is_in_the_contract() {
@@ -67,8 +134,12 @@ fn every_capability_is_in_the_contract() {
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .filter(|path| {
-            path.is_file()
-                && std::fs::read_to_string(path).unwrap().contains("pub async fn try_acquire(&self")
+            path.is_file() && {
+                let source = std::fs::read_to_string(path).unwrap();
+                ["try_acquire", "begin"]
+                    .iter()
+                    .any(|name| source.contains(&format!("pub async fn {name}(&self, owner")))
+            }
         })
         .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
         .collect();
@@ -100,16 +171,24 @@ async fn one_holds_and_the_others_do_not<L: Exclusive>() {
     assert!(L::is_held(&held));
     for other in [a, b] {
         assert!(lock.try_acquire(other).await.unwrap().is_none());
+    }
+    assert!(L::named("another").try_acquire(b).await.unwrap().is_some());
+    assert!(L::is_held(&held));
+}
+
+async fn who_does_not_wait_is_told_that_it_is_busy<L: Waits>() {
+    let Scene { a, b, lock, .. } = &scene::<L>().await;
+    let _held = lock.try_acquire(a).await.unwrap().unwrap();
+    for other in [a, b] {
         let busy = lock.acquire(other, Wait::no()).await.err().unwrap();
         assert!(matches!(busy, Error::Busy { .. }) && busy.is_timeout() && !busy.is_lost());
     }
-    assert!(L::named("another").try_acquire(b).await.unwrap().is_some());
 }
 
 async fn released_it_is_free_and_can_be_acquired_again<L: Exclusive>() {
     let Scene { a, b, lock, .. } = &scene::<L>().await;
     for owner in [a, b, a] {
-        let held = lock.acquire(owner, Wait::no()).await.unwrap();
+        let held = lock.try_acquire(owner).await.unwrap().unwrap();
         assert!(L::release(held).await.unwrap());
     }
 }
@@ -120,7 +199,7 @@ async fn dropped_it_is_free<L: Exclusive>() {
     assert!(L::is_held(&held_when_free(lock, b).await));
 }
 
-async fn a_wait_ends_with_its_deadline_and_leaves_nothing<L: Exclusive>() {
+async fn a_wait_ends_with_its_deadline_and_leaves_nothing<L: Waits>() {
     let Scene { pool, a, b, lock, .. } = &scene::<L>().await;
     let held = lock.try_acquire(a).await.unwrap().unwrap();
     let busy = within("the deadline", lock.acquire(b, Wait::at_most(Duration::from_millis(40))))
@@ -133,7 +212,7 @@ async fn a_wait_ends_with_its_deadline_and_leaves_nothing<L: Exclusive>() {
     assert!(lock.try_acquire(a).await.unwrap().is_some());
 }
 
-async fn waiters_are_served_in_the_order_of_arrival<L: Exclusive>() {
+async fn waiters_are_served_in_the_order_of_arrival<L: Waits>() {
     let Scene { pool, a, b, lock, .. } = &scene::<L>().await;
     let mut held = lock.try_acquire(a).await.unwrap().unwrap();
     let mut line = Vec::new();
@@ -169,6 +248,12 @@ async fn a_stopped_owner_holds_nothing<L: Exclusive>() {
     assert!(!L::is_held(&held));
     assert!(lock.try_acquire(b).await.unwrap().is_some());
     assert!(!L::release(held).await.unwrap());
+    assert!(matches!(lock.try_acquire(a).await, Err(Error::Stopped)));
+}
+
+async fn nobody_waits_for_a_stopped_owner<L: Waits>() {
+    let Scene { a, lock, .. } = &scene::<L>().await;
+    within("the shutdown", a.shutdown()).await.unwrap();
     assert!(matches!(lock.acquire(a, Wait::forever()).await, Err(Error::Stopped)));
 }
 
@@ -188,10 +273,33 @@ macro_rules! contract {
 
 contract!(lease: fencepost::Lease; [
     one_holds_and_the_others_do_not,
+    who_does_not_wait_is_told_that_it_is_busy,
     released_it_is_free_and_can_be_acquired_again,
     dropped_it_is_free,
     a_wait_ends_with_its_deadline_and_leaves_nothing,
     waiters_are_served_in_the_order_of_arrival,
     a_cancelled_acquire_strands_nothing,
     a_stopped_owner_holds_nothing,
+    nobody_waits_for_a_stopped_owner,
+]);
+
+contract!(claim: fencepost::claim::Claim; [
+    one_holds_and_the_others_do_not,
+    released_it_is_free_and_can_be_acquired_again,
+    dropped_it_is_free,
+    a_cancelled_acquire_strands_nothing,
+    a_stopped_owner_holds_nothing,
+]);
+
+// Postgres's own line does not keep the order of arrival across processes for longer than half a second
+// (`advisory::who_waits_in_one_process_is_served_in_the_order_of_arrival` is what is promised).
+contract!(advisory: fencepost::AdvisoryLock; [
+    one_holds_and_the_others_do_not,
+    who_does_not_wait_is_told_that_it_is_busy,
+    released_it_is_free_and_can_be_acquired_again,
+    dropped_it_is_free,
+    a_wait_ends_with_its_deadline_and_leaves_nothing,
+    a_cancelled_acquire_strands_nothing,
+    a_stopped_owner_holds_nothing,
+    nobody_waits_for_a_stopped_owner,
 ]);

@@ -9,6 +9,8 @@
 )]
 #![allow(clippy::disallowed_methods, reason = "tests spawn tasks of their own")]
 
+mod advisory;
+mod advisory_transaction;
 mod cancel;
 mod claim;
 mod claim_jobs;

@@ -4,9 +4,10 @@
 
 use std::time::Duration;
 
+use fencepost::claim::{Begun, Claim, Jobs};
 use fencepost::row::RowLock;
 use fencepost::testing::Server;
-use fencepost::{Isolation, transaction};
+use fencepost::{AdvisoryLock, Error, Isolation, Key, Wait, transaction};
 use sqlx::postgres::PgPoolOptions;
 
 use crate::pgbouncer::PgBouncer;
@@ -20,6 +21,31 @@ async fn server() -> Server {
     fencepost::migrate(&pool).await.unwrap();
     pool.close().await;
     server
+}
+
+// Also where it is in between twice: begin and claim_next by the owner, complete and once in transactions of ours.
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_work_behind_a_transaction_mode_pooler() {
+    let server = server().await;
+    let Some(pgbouncer) = PgBouncer::before(&server, "transaction", 2, "postgres").await else { return };
+    let pool = PgPoolOptions::new().max_connections(5).connect_lazy_with(pgbouncer.options());
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    assert!(a.is_pooled());
+    for n in 0..5 {
+        let key = format!("o'brien's {n}");
+        let claim = Claim::named(&key).unwrap().kind("o'kind").unwrap().payload(&key).unwrap();
+        let claim = claim.fingerprint(&key);
+        let mut tx = pool.begin().await.unwrap();
+        assert!(Claim::named(&format!("once {n}")).unwrap().once(&mut tx).await.unwrap());
+        assert!(claim.enqueue(&mut tx).await.unwrap());
+        tx.commit().await.unwrap();
+        let attempt = Jobs::of_kind("o'kind").unwrap().claim_next(&a, 3).await.unwrap().remove(0);
+        assert!(matches!(claim.begin(&b).await.unwrap(), Begun::InProgress { .. }));
+        let mut tx = pool.begin().await.unwrap();
+        attempt.complete(&mut tx, &key).await.unwrap();
+        tx.commit().await.unwrap();
+        assert!(matches!(claim.begin(&b).await.unwrap(), Begun::Replay(done) if done == *key));
+    }
 }
 
 // C06: found, and leases work: acquire, refuse, beat, fence, lose, release, shut down.
@@ -71,7 +97,7 @@ async fn leases_work_behind_a_transaction_mode_pooler() {
         // Waiting works by asking: nothing is heard there.
         let waiting = {
             let b = owners[1].clone();
-            tokio::spawn(async move { lease("o'brien's").acquire(&b, fencepost::Wait::forever()).await })
+            tokio::spawn(async move { lease("o'brien's").acquire(&b, Wait::forever()).await })
         };
         until_true(&direct, "it is in line", "SELECT EXISTS (SELECT FROM fencepost.waiters)").await;
         assert!(held.release().await.unwrap());
@@ -81,6 +107,56 @@ async fn leases_work_behind_a_transaction_mode_pooler() {
         }
         drop(pgbouncer);
     }
+}
+
+// Found by the histories under faults: sessions are lent last in, first out, so a single look is easily fooled when
+// others take and return them at that moment; and then our settings leak into everybody's sessions.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_busy_pooler_is_found_out_each_time() {
+    let server = server().await;
+    for pool_size in [2, 8] {
+        let Some(pgbouncer) = PgBouncer::before(&server, "transaction", pool_size, "postgres").await else {
+            return;
+        };
+        let busy = PgPoolOptions::new().max_connections(6).connect_lazy_with(pgbouncer.options());
+        let noise: Vec<_> = (0..6)
+            .map(|_| {
+                let busy = busy.clone();
+                tokio::spawn(async move {
+                    loop {
+                        sqlx::raw_sql("SELECT 1").execute(&busy).await.unwrap();
+                    }
+                })
+            })
+            .collect();
+        let pooled = PgPoolOptions::new().connect_lazy_with(pgbouncer.options());
+        let found = owners_that_found_it(&pooled, 40).await;
+        noise.iter().for_each(tokio::task::JoinHandle::abort);
+        assert_eq!(found, 40, "with {pool_size} sessions");
+    }
+}
+
+/// Starts so many owners, four at a time; how many have found the pooler.
+async fn owners_that_found_it(pool: &sqlx::PgPool, count: usize) -> usize {
+    let mut found = 0;
+    for batch in 0..count / 4 {
+        let label = |n| format!("busy-{batch}-{n}");
+        let labels: [String; 4] = std::array::from_fn(label);
+        let (a, b, c, d) = within("owners", async {
+            tokio::join!(
+                owner(pool, &labels[0], LONG),
+                owner(pool, &labels[1], LONG),
+                owner(pool, &labels[2], LONG),
+                owner(pool, &labels[3], LONG)
+            )
+        })
+        .await;
+        for owner in [a, b, c, d] {
+            found += usize::from(owner.is_pooled());
+            owner.shutdown().await.unwrap();
+        }
+    }
+    found
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -142,7 +218,7 @@ async fn transactions_and_row_locks_work_behind_a_transaction_mode_pooler() {
                             assert!(lock.lock_many::<(i64, i32), _>(tx, keys).await?.is_complete());
                             assert!(lock.lock::<(i64, i32), _>(tx, 1_i64).await?.found().is_some());
                             sqlx::raw_sql("UPDATE data SET n = n + 1").execute(&mut **tx).await?;
-                            Ok::<_, fencepost::Error>(())
+                            Ok::<_, Error>(())
                         })
                     });
                     done.await.unwrap();
@@ -159,4 +235,65 @@ async fn transactions_and_row_locks_work_behind_a_transaction_mode_pooler() {
     let mut conn = connect(&pgbouncer.options()).await;
     let row = sqlx::Executor::fetch_one(&mut conn, sqlx::raw_sql("SHOW lock_timeout")).await.unwrap();
     assert_eq!(sqlx::Row::get::<String, _>(&row, 0), "0");
+}
+
+// C06: a session-level advisory lock would stay with a session of the pooler's. Found out each time, refused before
+// anything is sent; what is of a transaction works.
+#[tokio::test(flavor = "multi_thread")]
+async fn session_level_advisory_locks_are_refused_behind_a_transaction_mode_pooler() {
+    let server = server().await;
+    let direct = PgPoolOptions::new().connect_lazy_with(server.options());
+    let straight = owner(&direct, "direct", LONG).await;
+    let key = |n| Key::from_i64(n);
+    let mut detected = 0;
+    for pool_size in [1, 2, 5, 20] {
+        let Some(pgbouncer) = PgBouncer::before(&server, "transaction", pool_size, "postgres").await else {
+            return;
+        };
+        let pooled = PgPoolOptions::new().connect_lazy_with(pgbouncer.options());
+        for n in 0..5 {
+            let a = within("an owner", owner(&pooled, &format!("pooled-{n}"), LONG)).await;
+            detected += usize::from(a.is_pooled());
+            for lock in [AdvisoryLock::exclusive(key(1)), AdvisoryLock::shared(key(1))] {
+                for refused in [
+                    lock.try_acquire(&a).await.map(|_| ()).unwrap_err(),
+                    lock.acquire(&a, Wait::forever()).await.map(|_| ()).unwrap_err(),
+                ] {
+                    let text = refused.to_string();
+                    assert!(matches!(refused, Error::TransactionPooler { .. }), "{refused:?}");
+                    assert!(text.contains("AdvisoryLock::begin") && text.contains("Lease"), "{text}");
+                }
+            }
+            let lease = hold(&a, "instead").await;
+            assert!(lease.release().await.unwrap());
+            a.shutdown().await.unwrap();
+        }
+        // Locks of transactions, against a holder beside the pooler.
+        let held = AdvisoryLock::exclusive(key(1)).try_acquire(&straight).await.unwrap().unwrap();
+        let wait = Wait::at_most(Duration::from_millis(5));
+        let busy = AdvisoryLock::shared(key(1)).begin(&pooled, wait).await.err().unwrap();
+        assert!(matches!(busy, Error::Busy { .. }), "{busy:?}");
+        assert!(held.release().await.unwrap());
+        let mut tx = AdvisoryLock::exclusive(key(1)).begin(&pooled, Wait::forever()).await.unwrap();
+        AdvisoryLock::exclusive(key(2)).lock(&mut tx, wait).await.unwrap();
+        assert!(AdvisoryLock::exclusive(key(2)).try_acquire(&straight).await.unwrap().is_none());
+        tx.commit().await.unwrap();
+        for n in [1, 2] {
+            let held = AdvisoryLock::exclusive(key(n)).try_acquire(&straight).await.unwrap();
+            assert!(held.expect("freed with the transaction").release().await.unwrap());
+        }
+        // Neither a lock nor a setting is left in a session that others use next.
+        let left = "SELECT current_setting('lock_timeout') = '0' AND NOT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory')";
+        until_true(
+            &direct,
+            "no lock is left",
+            "SELECT NOT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory')",
+        )
+        .await;
+        let mut conn = connect(&pgbouncer.options()).await;
+        let row = sqlx::Executor::fetch_one(&mut conn, sqlx::raw_sql(left)).await.unwrap();
+        assert!(sqlx::Row::get::<bool, _>(&row, 0));
+        drop(pgbouncer);
+    }
+    assert_eq!(detected, 20, "of 20");
 }

@@ -271,3 +271,140 @@ async fn the_limit_stops_the_locking() {
     let free = b.execute("SELECT FROM fact FOR UPDATE SKIP LOCKED").await.unwrap().rows_affected();
     assert_eq!(free, 97);
 }
+
+async fn answer(conn: &mut PgConnection, query: &'static str) -> bool {
+    conn.fetch_one(sqlx::raw_sql(query)).await.unwrap().get(0)
+}
+
+// Why exclusivity within a process is decided in the process (C03), and a session counts what it took.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_takes_its_own_advisory_lock_again_and_has_to_unlock_it_as_often() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    for _ in 0..2 {
+        assert!(answer(&mut a, "SELECT pg_try_advisory_lock(1)").await);
+    }
+    assert!(answer(&mut a, "SELECT pg_advisory_unlock(1)").await);
+    assert!(!answer(&mut b, "SELECT pg_try_advisory_lock(1)").await);
+    assert!(answer(&mut a, "SELECT pg_advisory_unlock(1)").await);
+    // Once too often, or in the wrong mode, is false and frees nothing of others.
+    assert!(answer(&mut b, "SELECT pg_try_advisory_lock(1)").await);
+    assert!(!answer(&mut a, "SELECT pg_advisory_unlock(1)").await);
+    assert!(!answer(&mut b, "SELECT pg_advisory_unlock_shared(1)").await);
+    assert!(!answer(&mut a, "SELECT pg_try_advisory_lock(1)").await);
+}
+
+// One number and a pair are two spaces, with the same halves; `Key` keeps them apart.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_number_and_a_pair_are_separate_advisory_keys() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    assert!(answer(&mut a, "SELECT pg_try_advisory_lock(1)").await);
+    assert!(answer(&mut b, "SELECT pg_try_advisory_lock(0, 1)").await);
+}
+
+// `lock_timeout` below a millisecond is rounded to none; a wait is rounded up instead.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lock_timeout_below_half_a_millisecond_is_none() {
+    let (_database, _pool, mut a, _) = two().await;
+    run(&mut a, "SET lock_timeout = '400us'").await.unwrap();
+    assert_eq!(text(&mut a, "SHOW lock_timeout").await, "0");
+}
+
+// What a savepoint set locally stays after its release, and goes when it is rolled back; so does a lock.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_released_savepoint_keeps_settings_and_advisory_locks_and_a_rolled_back_one_does_not() {
+    let (_database, _pool, mut a, mut b) = two().await;
+    run(&mut a, "BEGIN; SAVEPOINT s; SET LOCAL lock_timeout = 5; SELECT pg_advisory_xact_lock(1); RELEASE s")
+        .await
+        .unwrap();
+    assert_eq!(text(&mut a, "SHOW lock_timeout").await, "5ms");
+    run(&mut a, "SAVEPOINT s; SET LOCAL lock_timeout = 7; SELECT pg_advisory_xact_lock(2); ROLLBACK TO s")
+        .await
+        .unwrap();
+    assert_eq!(text(&mut a, "SHOW lock_timeout").await, "5ms");
+    assert!(answer(&mut b, "SELECT pg_try_advisory_lock(2)").await);
+    assert!(!answer(&mut b, "SELECT pg_try_advisory_lock(1)").await);
+}
+
+// `AdvisoryLock::begin` is READ COMMITTED: a snapshot of the whole transaction is older than the lock it waited for.
+#[tokio::test(flavor = "multi_thread")]
+async fn under_repeatable_read_the_snapshot_is_older_than_the_advisory_lock() {
+    for (level, seen) in [("REPEATABLE READ", "0"), ("READ COMMITTED", "1")] {
+        let (_database, pool, mut a, mut b) = two().await;
+        run(&mut a, "BEGIN; SELECT pg_advisory_xact_lock(1)").await.unwrap();
+        let waiting = aside(async move {
+            let begin = format!("BEGIN ISOLATION LEVEL {level}; SELECT pg_advisory_xact_lock(1)");
+            b.execute(sqlx::raw_sql(sqlx::AssertSqlSafe(begin))).await.unwrap();
+            text(&mut b, "SELECT n::text FROM fact").await
+        });
+        until_true(&pool, "it waits", SOMEBODY_WAITS).await;
+        run(&mut a, "UPDATE fact SET n = 1; COMMIT").await.unwrap();
+        assert_eq!(within("it is granted", waiting).await.unwrap(), seen, "{level}");
+    }
+}
+
+// C02: a session-level lock may be held after a time-out, which is why the lock of the transaction is waited for.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_time_out_of_a_session_level_wait_may_hold_the_lock_and_of_a_transaction_level_one_never_does() {
+    // The holder lets go when the wait is about to be over.
+    const HOLD: &str = "SELECT pg_advisory_lock(1); SELECT pg_sleep(0.0012); SELECT pg_advisory_unlock(1)";
+    const NAIVE: &str = "SET LOCAL lock_timeout = 1; SELECT pg_advisory_lock(1)";
+    const OURS: &str =
+        "SET LOCAL lock_timeout = 1; SELECT pg_advisory_xact_lock(1); SELECT pg_advisory_lock(1)";
+    let (_database, _pool, mut a, mut b) = two().await;
+    let (end, mut ended) = tokio::sync::oneshot::channel::<()>();
+    let holder = aside(async move {
+        while ended.try_recv() == Err(tokio::sync::oneshot::error::TryRecvError::Empty) {
+            run(&mut a, HOLD).await.unwrap();
+        }
+    });
+    let mut timed_out = async |message: &'static str| {
+        let refused = run(&mut b, message).await;
+        let held = answer(&mut b, "SELECT pg_advisory_unlock(1)").await;
+        assert!(refused.is_err() || held, "granted is held");
+        refused.is_err().then_some(held)
+    };
+    // Some seconds at the most: about every tenth.
+    within("a time-out that held it", async { while timed_out(NAIVE).await != Some(true) {} }).await;
+    let mut refused = 0;
+    while refused < 500 {
+        if let Some(held) = within("an answer", timed_out(OURS)).await {
+            assert!(!held, "held after a time-out");
+            refused += 1;
+        }
+    }
+    drop(end);
+    within("the holder ends", holder).await.unwrap();
+}
+
+// The other half of it: under the lock of the transaction the session's own is there at once, whoever queues, and
+// stays when the transaction ends.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_level_lock_under_a_transactions_one_does_not_wait_and_outlives_it() {
+    let (database, pool, mut a, mut b) = two().await;
+    run(&mut a, "BEGIN; SELECT pg_advisory_xact_lock(1)").await.unwrap();
+    let queued = aside(async move { run(&mut b, "SELECT pg_advisory_lock(1)").await });
+    until_true(&pool, "somebody queues", SOMEBODY_WAITS).await;
+    within("no wait", run(&mut a, "SELECT pg_advisory_lock(1); COMMIT")).await.unwrap();
+    let mut c = connect(&database.options()).await;
+    assert!(!answer(&mut c, "SELECT pg_try_advisory_lock(1)").await);
+    until_true(&pool, "it still waits", SOMEBODY_WAITS).await;
+    assert!(answer(&mut a, "SELECT pg_advisory_unlock(1)").await);
+    within("its turn", queued).await.unwrap().unwrap();
+    // Also through a rollback.
+    run(&mut a, "BEGIN; SELECT pg_advisory_lock(2); ROLLBACK").await.unwrap();
+    assert!(!answer(&mut c, "SELECT pg_try_advisory_lock(2)").await);
+    run(&mut a, "SELECT pg_advisory_unlock_all()").await.unwrap();
+    assert!(answer(&mut c, "SELECT pg_try_advisory_lock(2)").await);
+}
+
+// C14: who waits at the server keeps a snapshot. If the holder waits for that, Postgres ends one of the two.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_waiting_advisory_lock_keeps_a_snapshot_that_create_index_concurrently_waits_for() {
+    let (_database, pool, mut a, mut b) = two().await;
+    run(&mut a, "SELECT pg_advisory_lock(1)").await.unwrap();
+    let waiting = aside(async move { run(&mut b, "SELECT pg_advisory_lock(1)").await });
+    until_true(&pool, "it waits", SOMEBODY_WAITS).await;
+    let created = within("a deadlock is found", run(&mut a, "CREATE INDEX CONCURRENTLY ON fact (n)")).await;
+    let waited = if created.is_err() { Ok(()) } else { within("the waiter", waiting).await.unwrap() };
+    assert_eq!(created.and(waited).unwrap_err(), "40P01");
+}

@@ -202,6 +202,28 @@ async fn a_slot_that_was_not_completed_is_run_again() {
     assert!(look(&once, &a, &pool).await.ran.is_empty());
 }
 
+// The work says that it is done, and its transaction has not committed: believed is the database.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_completion_that_was_rolled_back_is_none() {
+    let (_database, pool) = nights().await;
+    let a = owner(&pool, "a", LONG).await;
+    let once = Schedule::at("once", [hours_ago(&pool, 2).await]).unwrap();
+    let rolled_back = once.run_due(&a, &pool, |slot| {
+        let pool = pool.clone();
+        async move {
+            let mut tx = pool.begin().await?;
+            slot.complete(&mut tx).await?;
+            tx.rollback().await?;
+            Ok::<_, Error>(())
+        }
+    });
+    let looked = rolled_back.await.unwrap();
+    assert!(looked.ran.is_empty() && looked.look_again <= Duration::from_secs(1), "{looked:?}");
+    until("it is run again", async || (!look(&once, &a, &pool).await.ran.is_empty()).then_some(())).await;
+    assert!(look(&once, &a, &pool).await.ran.is_empty());
+    assert_eq!(runs(&pool).await.len(), 1);
+}
+
 // C32: whoever was paused past its ttl cannot complete what somebody else has done meanwhile.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_late_completion_is_refused_with_its_effect() {

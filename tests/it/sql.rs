@@ -123,6 +123,27 @@ async fn bad_arguments_are_refused_with_their_own_code() {
         "fencepost.prune('1001 years')",
         "fencepost.prune('-178000000 years')",
         "fencepost.prune(NULL)",
+        "fencepost.once('')",
+        "fencepost.once(NULL)",
+        "fencepost.once_each(NULL)",
+        "fencepost.once_each('{a,NULL}')",
+        "fencepost.once_each(ARRAY[E'a\\nb'])",
+        "fencepost.claim_enqueue('x', NULL)",
+        "fencepost.claim_enqueue('', 'mail')",
+        "fencepost.claim_enqueue('x', '')",
+        "fencepost.claim_enqueue('x', 'mail', p_delay => '-1 s')",
+        "fencepost.claim_enqueue('x', 'mail', p_max_crashes => 0)",
+        "fencepost.claim_enqueue('x', 'mail', to_jsonb(repeat('x', 1100000)))",
+        "fencepost.claim_begin('x', NULL, gen_random_uuid())",
+        "fencepost.claim_begin('', gen_random_uuid(), gen_random_uuid())",
+        "fencepost.claim_begin('x', gen_random_uuid(), gen_random_uuid(), '')",
+        "fencepost.claim_begin('x', gen_random_uuid(), gen_random_uuid(), p_max_failures => NULL)",
+        "fencepost.claim_next('mail', gen_random_uuid(), '{}')",
+        "fencepost.claim_next(NULL, gen_random_uuid(), ARRAY[gen_random_uuid()])",
+        "fencepost.claim_complete('x', 1, gen_random_uuid(), to_jsonb(repeat('x', 1100000)))",
+        "fencepost.claim_fail('x', 1, gen_random_uuid(), repeat('x', 9000))",
+        "fencepost.claim_fail('x', 1, gen_random_uuid(), 'x', '-1 s')",
+        "fencepost.claim_prune('-1 s')",
     ] {
         let refused = conn.execute(AssertSqlSafe(format!("SELECT {bad}"))).await.expect_err(bad);
         assert_eq!(code(refused), "LK005", "{bad}");
@@ -207,6 +228,10 @@ async fn state_changes_refuse_to_run_outside_read_committed() {
             "hand_over('x')".into(),
             format!("withdraw('x', '{id}')"),
             "prune('1 day')".into(),
+            format!("claim_begin('x', '{id}', '{id}')"),
+            format!("claim_next('x', '{id}', '{{{id}}}')"),
+            "claim_give_back('[]')".into(),
+            "claim_prune('1 day')".into(),
         ] {
             conn.execute(AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"))).await.unwrap();
             let refused =
@@ -303,7 +328,7 @@ async fn public_can_call_nothing_and_every_function_sets_its_search_path() {
         assert!(!row.get::<bool, _>("public"), "{name}");
         assert!(
             row.get::<String, _>("volatile") == "v"
-                || ["parts", "version", "wake_channel"].contains(&name.as_str()),
+                || ["advisory_key", "parts", "version", "wake_channel"].contains(&name.as_str()),
             "{name}"
         );
     }
@@ -347,6 +372,15 @@ async fn a_callers_operators_and_types_are_not_used() {
         "SELECT fencepost.owned('00000000-0000-0000-0000-000000000000'::pg_catalog.uuid)",
         "SELECT fencepost.owner_stop('00000000-0000-0000-0000-000000000000'::pg_catalog.uuid)",
         "SELECT fencepost.advance('report', 1)",
+        "SELECT fencepost.once('a')",
+        "SELECT fencepost.once_each('{a,b}')",
+        "SELECT fencepost.claim_enqueue('job', 'mail', '{}')",
+        "SELECT fencepost.claim_next('mail', fencepost.owner_start('b', '1 minute'), ARRAY[pg_catalog.gen_random_uuid()])",
+        "SELECT fencepost.claim_begin('c', fencepost.owner_start('c', '1 minute'), pg_catalog.gen_random_uuid())",
+        "SELECT fencepost.claim_give_back('[{\"key\": \"c\", \"token\": 1}]')",
+        "SELECT fencepost.claim_poisoned()",
+        "SELECT fencepost.claim_retry('c')",
+        "SELECT fencepost.claim_prune('1 day')",
         "SELECT fencepost.version()",
     ] {
         conn.execute(call).await.expect(call);

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use fencepost::claim::{Claim, Jobs};
 use fencepost::row::{Filter, Locked, RowLock};
 use fencepost::testing::TestDatabase;
 use fencepost::version::{Changes, Current, Delete, Update, Versioned};
-use fencepost::{Error, Isolation, LossReason, Owner, Version, transaction};
+use fencepost::{AdvisoryLock, Error, Isolation, Key, LossReason, Owner, Version, transaction};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{Executor as _, PgPool};
 
@@ -232,6 +233,41 @@ async fn a_lost_answer_to_an_acquire_is_asked_for_again() {
     }
 }
 
+// The same for a claim: one attempt, and the key is not taken for somebody else's.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_answer_to_a_begin_is_asked_for_again() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    let a = owner(&pool, "a", LONG).await;
+    let claim = Claim::named("charge-7").unwrap();
+    proxy.cut_answer_to("charge-7");
+    let attempt = within("the begin", claim.begin(&a)).await.unwrap().into_attempt().unwrap();
+    assert_eq!(proxy.cuts(), 1);
+    let begun: (i64, i32) =
+        sqlx::query_as("SELECT token, attempts FROM fencepost.claims").fetch_one(&observer).await.unwrap();
+    assert_eq!(begun, (attempt.token().as_i64(), 1), "begun once");
+    assert!(attempt.is_held() && attempt.release().await.unwrap());
+}
+
+// Jobs that were claimed for an answer that never came are no longer claimed, though their owner lives.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_answer_to_claimed_jobs_strands_none() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    let (a, jobs) = (owner(&pool, "a", LONG).await, Jobs::of_kind("mail-7").unwrap());
+    let enqueue = "SELECT count(fencepost.claim_enqueue('job-' || n, 'mail-7')) FROM generate_series(1, 6) n";
+    sqlx::query(enqueue).execute(&observer).await.unwrap();
+    proxy.cut_answer_to("mail-7");
+    let mut all = within("the jobs", jobs.claim_next(&a, 3)).await.unwrap();
+    assert_eq!((proxy.cuts(), all.len()), (1, 3));
+    until("the others", async || {
+        all.extend(jobs.claim_next(&a, 3).await.unwrap());
+        (all.len() == 6).then_some(())
+    })
+    .await;
+    let keys: std::collections::HashSet<_> = all.iter().map(|attempt| attempt.key()).collect();
+    assert_eq!(keys.len(), 6);
+    assert!(all.iter().all(|attempt| attempt.is_held() && attempt.crashes() == 0));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lost_answer_to_a_release_is_asked_for_again() {
     let (_database, _observer, proxy, pool) = through_proxy().await;
@@ -391,9 +427,15 @@ async fn a_standby_that_was_reached_by_mistake_is_left_again() {
     );
     let a = owner(&pool, "a", SHORT).await;
     let held = hold(&a, "report").await;
+    let advisory = AdvisoryLock::exclusive(Key::from_i64(1));
+    let locked = advisory.try_acquire(&a).await.unwrap().unwrap();
     proxy.switch(&standby.options());
     crate::support::terminate(&direct, "").await;
     within("the loss", held.lost()).await;
+    within("the loss", locked.lost()).await;
+    // It would grant it, and exclude nobody.
+    let error = advisory.try_acquire(&a).await.unwrap_err();
+    assert!(error.is_retryable() && error.is_timeout(), "{error:?}");
     let error = lease("report").try_acquire(&a).await.unwrap_err();
     assert!(error.is_retryable() || error.is_timeout(), "{error:?}");
     // Who waits goes on waiting.
@@ -414,4 +456,6 @@ async fn a_standby_that_was_reached_by_mistake_is_left_again() {
     })
     .await;
     assert!(again.is_held() && again.token() > held.token());
+    let locked = until("it is locked again", async || advisory.try_acquire(&a).await.ok().flatten()).await;
+    assert!(locked.is_held());
 }

@@ -10,6 +10,7 @@
 //! | model | of what |
 //! |---|---|
 //! | `lease` | owners, grants, fences; retries and reconcile; failover |
+//! | `claim` | attempts: begin, complete, recovery; answers that are lost |
 //! | `line` | waiters: tickets, hand-over, wake-ups, giving up |
 //!
 //! `FENCEPOST_MODEL_CLIENTS=3 cargo test --release --test model` explores with three clients instead of two.
@@ -34,6 +35,7 @@ macro_rules! mutants {
     };
 }
 
+mod claim;
 mod explore;
 mod lease;
 mod line;

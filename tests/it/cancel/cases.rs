@@ -7,12 +7,19 @@ use std::time::Duration;
 use fencepost::row::{Filter, Order};
 use fencepost::testing::TestDatabase;
 use fencepost::{
-    Error, HeldLease, Isolation, Lease, LossReason, Owner, Wait, fence, migrate, prune, transaction,
+    AdvisoryLock, Error, HeldAdvisory, HeldLease, Isolation, Key, Lease, LossReason, Owner, Wait, fence,
+    migrate, prune, transaction,
 };
 use sqlx::{Connection as _, Executor as _, PgConnection, PgPool};
 use tokio::sync::oneshot;
 
+use super::claim_cases::{
+    attempt_fence, attempt_lost, begin_a_claim, claim_next_jobs, complete, enqueue, fail, forget_claims,
+    look_for_poison, once, once_each, release_an_attempt, retry_poison,
+};
 use super::scene::{Case, NAME, Scene};
+use super::schedule_cases::{run_due, slot_complete, slot_fence, slot_lost};
+use super::version_cases::{check_version, delete, load, update, update_many, update_with};
 use super::{Cut, after_polls, sweep};
 use crate::support::{connect, hold_when_free, lease, owner, until, until_true, within};
 
@@ -46,6 +53,17 @@ cases! {
     "OwnerBuilder::start": start_as_built,
     "Owner::lost": owner_lost,
     "Owner::shutdown": shutdown,
+    "AdvisoryLock::try_acquire": try_acquire_advisory,
+    "AdvisoryLock::acquire": acquire_advisory,
+    "AdvisoryLock::acquire": wait_for_advisory,
+    "AdvisoryLock::note_name": note_name,
+    "AdvisoryLock::begin": begin_advisory,
+    "AdvisoryLock::begin_all": begin_all_advisory,
+    "AdvisoryLock::lock": lock_advisory,
+    "AdvisoryLock::lock_all": lock_all_advisory,
+    "AdvisoryLock::try_lock": try_lock_advisory,
+    "HeldAdvisory::lost": lost_advisory,
+    "HeldAdvisory::release": release_advisory,
     "RowLock::lock": lock,
     "RowLock::lock_many": lock_many,
     "RowLock::claim_next": claim_next,
@@ -56,6 +74,29 @@ cases! {
     "fence::unprotect": unprotect,
     "migrate::migrate": bring_the_schema,
     "prune::prune": forget,
+    "Claim::once": once,
+    "Claim::once_each": once_each,
+    "Claim::enqueue": enqueue,
+    "Claim::begin": begin_a_claim,
+    "Claim::retry": retry_poison,
+    "Attempt::lost": attempt_lost,
+    "Attempt::fence": attempt_fence,
+    "Attempt::complete": complete,
+    "Attempt::fail": fail,
+    "Attempt::release": release_an_attempt,
+    "Jobs::claim_next": claim_next_jobs,
+    "claim::poisoned": look_for_poison,
+    "claim::prune": forget_claims,
+    "Versioned::load": load,
+    "Versioned::update": update,
+    "Versioned::delete": delete,
+    "Versioned::update_many": update_many,
+    "Versioned::update_with": update_with,
+    "CheckVersion::check_version": check_version,
+    "Schedule::run_due": run_due,
+    "Slot::lost": slot_lost,
+    "Slot::fence": slot_fence,
+    "Slot::complete": slot_complete,
     "TestDatabase::create": create,
     "TestDatabase::create_on": create_on,
     "TestDatabase::terminate": terminate,
@@ -177,6 +218,98 @@ async fn run_a_transaction(scene: &Scene, cut: Cut) -> bool {
         })
     }));
     counted.await.inspect(|counted| assert_eq!(*counted.as_ref().unwrap(), 7)).is_some()
+}
+
+// Safe: it runs in the owner, and what is granted to nobody is released.
+
+fn advisory() -> AdvisoryLock {
+    AdvisoryLock::exclusive(Key::from_name("cancel", NAME).unwrap())
+}
+
+async fn held_advisory(owner: &Owner) -> HeldAdvisory {
+    within("the lock", advisory().acquire(owner, Wait::forever())).await.unwrap()
+}
+
+async fn try_acquire_advisory(scene: &Scene, cut: Cut) -> bool {
+    // What a call before has left may be on its way back.
+    within("it is free", held_advisory(&scene.a)).await.release().await.unwrap();
+    let acquired = cut.cut(advisory().try_acquire(&scene.a)).await;
+    let completed = acquired.inspect(|held| assert!(held.as_ref().unwrap().is_some())).is_some();
+    within("it strands nothing", held_advisory(&scene.b)).await.release().await.unwrap();
+    completed
+}
+
+async fn acquire_advisory(scene: &Scene, cut: Cut) -> bool {
+    let completed =
+        cut.cut(advisory().acquire(&scene.a, Wait::forever())).await.map(Result::unwrap).is_some();
+    within("it strands nothing", held_advisory(&scene.b)).await.release().await.unwrap();
+    completed
+}
+
+async fn wait_for_advisory(scene: &Scene, cut: Cut) -> bool {
+    let held = held_advisory(&scene.b).await;
+    let lock = advisory();
+    let waiting = async {
+        let acquire = lock.acquire(&scene.a, Wait::forever());
+        let release = async { held.release().await.unwrap() };
+        let (acquired, _) = tokio::join!(acquire, release);
+        acquired
+    };
+    let completed = cut.cut(waiting).await.map(Result::unwrap).is_some();
+    within("it strands nothing", held_advisory(&scene.b)).await.release().await.unwrap();
+    completed
+}
+
+async fn lost_advisory(scene: &Scene, cut: Cut) -> bool {
+    let held = held_advisory(&scene.a).await;
+    // Pending while it is held: it is told of by dropping the owner's session.
+    let end = "SELECT count(pg_terminate_backend(pid)) FROM pg_locks WHERE locktype = 'advisory' AND database = \
+               (SELECT oid FROM pg_database WHERE datname = current_database())";
+    assert_eq!(scene.count(end).await, 1);
+    let told = cut.cut(held.lost()).await;
+    within("being told", held.lost()).await;
+    assert!(!held.is_held() && after_polls(1, held.lost()).await.is_some());
+    told.is_some()
+}
+
+async fn release_advisory(scene: &Scene, cut: Cut) -> bool {
+    let held = held_advisory(&scene.a).await;
+    let completed = cut.cut(held.release()).await.map(Result::unwrap).is_some();
+    within("it is freed", held_advisory(&scene.b)).await.release().await.unwrap();
+    completed
+}
+
+async fn note_name(scene: &Scene, cut: Cut) -> bool {
+    let mut tx = scene.pool.begin().await.unwrap();
+    cut.cut(advisory().note_name(&mut tx)).await.map(Result::unwrap).is_some()
+}
+
+async fn begin_advisory(scene: &Scene, cut: Cut) -> bool {
+    cut.cut(advisory().begin(&scene.pool, Wait::forever())).await.map(Result::unwrap).is_some()
+}
+
+async fn begin_all_advisory(scene: &Scene, cut: Cut) -> bool {
+    let locks = [advisory(), AdvisoryLock::shared(Key::from_i64(7))];
+    cut.cut(AdvisoryLock::begin_all(&scene.pool, locks, Wait::forever())).await.map(Result::unwrap).is_some()
+}
+
+// Drop the transaction together with the future.
+
+async fn lock_advisory(scene: &Scene, cut: Cut) -> bool {
+    let mut tx = scene.pool.begin().await.unwrap();
+    cut.cut(advisory().lock(&mut tx, Wait::forever())).await.map(Result::unwrap).is_some()
+}
+
+async fn lock_all_advisory(scene: &Scene, cut: Cut) -> bool {
+    let locks = [advisory(), AdvisoryLock::shared(Key::from_i64(7))];
+    let mut tx = scene.pool.begin().await.unwrap();
+    cut.cut(AdvisoryLock::lock_all(&mut tx, locks, Wait::forever())).await.map(Result::unwrap).is_some()
+}
+
+async fn try_lock_advisory(scene: &Scene, cut: Cut) -> bool {
+    let mut tx = scene.pool.begin().await.unwrap();
+    let locked = cut.cut(advisory().try_lock(&mut tx)).await;
+    locked.inspect(|locked| assert!(locked.as_ref().unwrap())).is_some()
 }
 
 // Safe: a transaction that nobody takes is rolled back; the pool gets back a clean connection.

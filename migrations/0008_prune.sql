@@ -1,4 +1,4 @@
--- prune(older_than): deletes owners dead and leases free for so long. Tokens go on rising: they come
+-- prune(older_than): deletes owners dead, leases free and names of advisory locks not noted for so long. Tokens go on rising: they come
 -- from the sequence, and a grant draws its own after the row is locked, whether the row is old or new.
 --
 -- It takes no lock on a table, and waits for nobody: a row that somebody is at, or whose fence is open, is
@@ -35,6 +35,13 @@ BEGIN
         SELECT w.grant_id FROM fencepost.waiters w
          WHERE NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = w.owner AND o.expires_at > 'epoch')
          FOR UPDATE OF w SKIP LOCKED);
+    -- Who goes on using a key notes its name again, each hour.
+    DELETE FROM fencepost.advisory_names d WHERE (d.classid, d.objid, d.objsubid) IN (
+        SELECT n.classid, n.objid, n.objsubid FROM fencepost.advisory_names n
+         WHERE n.noted_at < v_before
+           AND NOT EXISTS (SELECT FROM pg_locks k WHERE k.locktype = 'advisory' AND k.classid = n.classid
+                              AND k.objid = n.objid AND k.objsubid = n.objsubid)
+         FOR UPDATE OF n SKIP LOCKED);
     RETURN NEXT;
 END $$;
 REVOKE ALL ON FUNCTION fencepost.prune(interval) FROM PUBLIC;
