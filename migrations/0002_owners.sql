@@ -70,7 +70,7 @@ REVOKE ALL ON FUNCTION fencepost.heartbeat(uuid) FROM PUBLIC;
 
 -- owner_stop(owner): frees what the owner holds, hands it on, and ends it. A row for each lease that it freed,
 -- with whom to wake.
--- Its tickets, then its leases by name, then its row. A lease locked by somebody else is left to them: its
+-- Its tickets, then its leases by name, then its permits, then its row. A lease locked by somebody else is left to them: its
 -- holder is dead once this commits.
 CREATE FUNCTION fencepost.owner_stop(p_owner uuid)
 RETURNS TABLE (name text, waiting boolean, wake_channel text, wake_payload text)
@@ -89,6 +89,21 @@ BEGIN
         SELECT h.waiting, h.wake_channel, h.wake_payload INTO waiting, wake_channel, wake_payload
           FROM fencepost.hand_over(owner_stop.name) h;
         RETURN NEXT;
+    END LOOP;
+    -- A semaphore that somebody is at is left to them, too.
+    FOR name IN
+        SELECT s.name FROM fencepost.semaphores s
+         WHERE EXISTS (SELECT FROM fencepost.permits p
+                        WHERE p.semaphore = s.name AND p.owner = p_owner AND p.released_at IS NULL)
+         ORDER BY s.name FOR NO KEY UPDATE SKIP LOCKED
+    LOOP
+        UPDATE fencepost.permits p SET released_at = clock_timestamp(), was_held = true
+         WHERE p.semaphore = owner_stop.name AND p.owner = p_owner AND p.released_at IS NULL;
+        FOR waiting, wake_channel, wake_payload IN
+            SELECT h.waiting, h.wake_channel, h.wake_payload FROM fencepost.permit_hand_over(owner_stop.name) h
+        LOOP
+            RETURN NEXT;
+        END LOOP;
     END LOOP;
     UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = p_owner AND o.expires_at > 'epoch';
 END $$;

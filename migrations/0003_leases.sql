@@ -37,7 +37,7 @@ REVOKE ALL ON fencepost.leases FROM PUBLIC;
 --
 -- p_retry: an earlier call with this grant id may be under way; wait for its transaction and answer as it
 -- did. p_enqueue: leave a ticket instead of going away; ask again with the same grant id to learn what
--- became of it. Neither waits for an open fence. (A first grant of a name waits for another first one that
+-- became of it. p_rank: tickets of a smaller rank are served before. Neither waits for an open fence. (A first grant of a name waits for another first one that
 -- is not committed: call this in a transaction of its own.)
 CREATE FUNCTION fencepost.acquire(
     p_name     text,
@@ -47,7 +47,8 @@ CREATE FUNCTION fencepost.acquire(
     p_metadata jsonb    DEFAULT NULL,
     p_label    text     DEFAULT NULL,
     p_retry    boolean  DEFAULT false,
-    p_enqueue  boolean  DEFAULT false)
+    p_enqueue  boolean  DEFAULT false,
+    p_rank     integer  DEFAULT 0)
 RETURNS TABLE (granted boolean, token bigint, grant_id uuid, label text, remaining interval, cap interval,
                ticket bigint, ahead bigint, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -100,7 +101,8 @@ BEGIN
                 grant_id := p_grant_id;
                 cap := v_lease.expires_at - clock_timestamp();
             ELSIF ticket IS NOT NULL THEN
-                SELECT count(*) INTO ahead FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket < acquire.ticket;
+                SELECT count(*) INTO ahead FROM fencepost.waiters w
+         WHERE w.name = p_name AND (w.rank, w.ticket) < (p_rank, acquire.ticket);
             END IF;
             RETURN NEXT;
             RETURN;
@@ -114,7 +116,8 @@ BEGIN
     -- at. Who retries or comes to queue waits a moment for others who are at the row, but not for fences.
     FOR v_round IN 1..3 LOOP
         IF NOT v_found THEN
-            IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 255 OR p_name ~ '[\x01-\x1f\x7f]' THEN
+            IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 255 OR p_name ~ '[\x01-\x1f\x7f]'
+               OR starts_with(p_name, 'fencepost:semaphore:') THEN
                 RAISE EXCEPTION 'a lease name is 1 to 255 bytes without control characters' USING ERRCODE = 'LK005';
             END IF;
             INSERT INTO fencepost.leases (name, token, grant_id, label, granted_at, expires_at, released_at)
@@ -180,13 +183,14 @@ BEGIN
     -- 5. Queue. Also to be granted next, if others wait: it goes to the head.
     IF p_enqueue AND ticket IS NULL
        AND (v_held OR NOT v_found OR EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name)) THEN
-        INSERT INTO fencepost.waiters AS w (name, owner, grant_id, at_most, metadata)
-        VALUES (p_name, p_owner, p_grant_id, p_at_most, p_metadata)
+        INSERT INTO fencepost.waiters AS w (name, rank, owner, grant_id, at_most, metadata)
+        VALUES (p_name, coalesce(p_rank, 0), p_owner, p_grant_id, p_at_most, p_metadata)
         ON CONFLICT ON CONSTRAINT waiters_grant_id_key DO NOTHING
         RETURNING w.ticket INTO ticket;
     END IF;
     IF ticket IS NOT NULL THEN
-        SELECT count(*) INTO ahead FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket < acquire.ticket;
+        SELECT count(*) INTO ahead FROM fencepost.waiters w
+         WHERE w.name = p_name AND (w.rank, w.ticket) < (p_rank, acquire.ticket);
     END IF;
     IF v_held OR NOT v_found THEN
         token := nullif(v_lease.token, 0);
@@ -238,14 +242,15 @@ BEGIN
     ahead := NULL;
     RETURN NEXT;
 END $$;
-REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text, boolean, boolean) FROM PUBLIC;
+REVOKE ALL ON FUNCTION fencepost.acquire(text, uuid, uuid, interval, jsonb, text, boolean, boolean, integer) FROM PUBLIC;
 
 -- release(name, token, grant_id): released: this grant still held the lease, by a living owner; asked again, the
 -- same answer.
 -- Only this grant: a lease that somebody else holds by now is left alone. Grants it to the oldest living
 -- ticket in the same statement, and says whom to wake. Never waits for an open fence (NO KEY UPDATE passes
 -- its KEY SHARE): then it is free and cannot be granted yet, and waiting says that somebody wants it: see
--- hand_over. So it says if the head's life is not decided this moment.
+-- hand_over. So it says if the head's life is not decided this moment. (Of a semaphore: a row more for each that was
+-- granted permits.)
 CREATE FUNCTION fencepost.release(p_name text, p_token bigint, p_grant_id uuid)
 RETURNS TABLE (released boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -266,6 +271,10 @@ BEGIN
      WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NULL
     RETURNING l.expires_at IS NULL OR l.released_at < l.expires_at INTO released;
     IF NOT FOUND THEN
+        IF starts_with(p_name, 'fencepost:semaphore:') THEN
+            RETURN QUERY SELECT * FROM fencepost.permit_release(substr(p_name, 21), p_token, p_grant_id);
+            RETURN;
+        END IF;
         -- Somebody else's by now; or released before, and then the same answer as then.
         SELECT l.expires_at IS NULL OR l.released_at < l.expires_at INTO released FROM fencepost.leases l
          WHERE l.name = p_name AND l.token = p_token AND l.grant_id = p_grant_id AND l.released_at IS NOT NULL;
@@ -298,6 +307,9 @@ BEGIN
          WHERE l.owner = p_owner AND l.released_at IS NULL
         UNION ALL
         SELECT 'ticket', w.name, NULL, w.grant_id FROM fencepost.waiters w WHERE w.owner = p_owner
+        UNION ALL
+        SELECT DISTINCT 'permit', 'fencepost:semaphore:' || p.semaphore, p.token, p.grant_id FROM fencepost.permits p
+         WHERE p.owner = p_owner AND p.released_at IS NULL
         UNION ALL
         SELECT 'claim', c.key, c.token, c.grant_id FROM fencepost.claims c
          WHERE c.owner = p_owner AND c.state = 'running';

@@ -1,4 +1,5 @@
--- Waiters: who queues for a lease, first come first served.
+-- Waiters: who queues for a lease, first come first served, within a rank: elections prefer candidates by it,
+-- everybody else has rank 0.
 --
 -- A ticket is alive while its owner is; nobody renews it. Whoever frees a lease, or finds it free, grants it
 -- to the oldest living ticket in the same statement. Nothing is notified here: NOTIFY in a transaction that
@@ -12,16 +13,18 @@
 CREATE UNLOGGED TABLE fencepost.waiters (
     ticket   bigint   GENERATED ALWAYS AS IDENTITY,
     name     text     NOT NULL,
+    rank     integer  NOT NULL DEFAULT 0,
     owner    uuid     NOT NULL,
     grant_id uuid     NOT NULL UNIQUE,
     at_most  interval,
+    permits  integer,   -- of a semaphore: how many
     metadata jsonb,
-    PRIMARY KEY (name, ticket)
+    PRIMARY KEY (name, rank, ticket)
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0);
 REVOKE ALL ON fencepost.waiters FROM PUBLIC;
 
 -- hand_to_head(name): internal. The lease's row is locked FOR UPDATE and it is free: grants it to the oldest
--- living ticket. No row: nobody waits. A row of nulls: not decided, ask again soon, since the head's owner has
+-- living ticket of the smallest rank. No row: nobody waits. A row of nulls: not decided, ask again soon, since the head's owner has
 -- expired and its row is locked: by a heartbeat that was in time, or by somebody who marks it dead. (Waiting for
 -- it here, with another owner's row locked already, could deadlock.) Tickets of the dead are thrown away on the
 -- way, and then their owner is marked, so that it cannot come back without its place. A ticket that is being
@@ -41,7 +44,7 @@ DECLARE
 BEGIN
     LOOP
         SELECT w.* INTO v_head FROM fencepost.waiters w WHERE w.name = p_name
-         ORDER BY w.ticket LIMIT 1 FOR UPDATE SKIP LOCKED;
+         ORDER BY w.rank, w.ticket LIMIT 1 FOR UPDATE SKIP LOCKED;
         IF NOT FOUND THEN
             RETURN;
         END IF;
@@ -56,7 +59,8 @@ BEGIN
                 UPDATE fencepost.owners o SET expires_at = 'epoch' WHERE o.id = v_head.owner;
             END IF;
         END IF;
-        DELETE FROM fencepost.waiters w WHERE w.name = p_name AND w.ticket = v_head.ticket;
+        DELETE FROM fencepost.waiters w
+         WHERE w.name = p_name AND w.rank = v_head.rank AND w.ticket = v_head.ticket;
         EXIT WHEN v_life > clock_timestamp();
     END LOOP;
     IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
@@ -85,6 +89,7 @@ REVOKE ALL ON FUNCTION fencepost.wake_channel(uuid) FROM PUBLIC;
 
 -- hand_over(name): for a lease that was released while a fenced write was open, so that nobody could be
 -- granted it: grants it to the head now, if the write has ended. waiting: somebody still waits, ask again.
+-- (Of a semaphore: a row for each that was granted permits.)
 CREATE FUNCTION fencepost.hand_over(p_name text)
 RETURNS TABLE (waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -93,6 +98,10 @@ DECLARE
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.hand_over needs READ COMMITTED' USING ERRCODE = 'LK004';
+    END IF;
+    IF starts_with(p_name, 'fencepost:semaphore:') THEN
+        RETURN QUERY SELECT * FROM fencepost.permit_hand_over(substr(p_name, 21));
+        RETURN;
     END IF;
     waiting := EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = p_name);
     IF waiting THEN
@@ -125,6 +134,22 @@ BEGIN
     DELETE FROM fencepost.waiters w WHERE w.grant_id = p_grant_id;
     withdrawn := FOUND;
     waiting := false;
+    IF starts_with(p_name, 'fencepost:semaphore:') THEN
+        IF NOT withdrawn THEN
+            SELECT p.token INTO v_token FROM fencepost.permits p
+             WHERE p.semaphore = substr(p_name, 21) AND p.grant_id = p_grant_id AND p.released_at IS NULL LIMIT 1;
+        END IF;
+        -- Its ticket may have been all that the others waited for.
+        IF v_token IS NOT NULL THEN
+            RETURN QUERY SELECT withdrawn, r.waiting, r.wake_channel, r.wake_payload
+                           FROM fencepost.permit_release(substr(p_name, 21), v_token, p_grant_id) r;
+        ELSE
+            RETURN NEXT;
+            RETURN QUERY SELECT withdrawn, h.waiting, h.wake_channel, h.wake_payload
+                           FROM fencepost.permit_hand_over(substr(p_name, 21)) h;
+        END IF;
+        RETURN;
+    END IF;
     IF NOT withdrawn THEN
         SELECT l.token INTO v_token FROM fencepost.leases l
          WHERE l.name = p_name AND l.grant_id = p_grant_id AND l.released_at IS NULL;

@@ -31,11 +31,14 @@ BEGIN
     SELECT l.token, l.grant_id, l.owner, l.expires_at, l.released_at
       INTO v_token, v_grant, v_owner, v_cap, v_released
       FROM fencepost.leases l WHERE l.name = p_name FOR KEY SHARE;
-    IF NOT FOUND AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+    IF NOT FOUND AND starts_with(p_name, 'fencepost:semaphore:') THEN
+        v_ttl := fencepost.permit_fence(substr(p_name, 21), p_token, p_grant_id);
+    ELSIF NOT FOUND AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
         RAISE EXCEPTION 'could not serialize access: lease "%" is not in the snapshot', p_name
               USING ERRCODE = 'serialization_failure', HINT = 'It may have been granted since. Roll back and look again.';
     END IF;
-    IF NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR p_token IS NULL OR p_grant_id IS NULL THEN
+    IF v_ttl IS NULL
+       AND (NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR p_token IS NULL OR p_grant_id IS NULL) THEN
         RAISE EXCEPTION 'stale fence: lease "%" with token % is not held any more', p_name, p_token
               USING ERRCODE = 'LK001',
                     DETAIL = jsonb_build_object('name', p_name, 'token', p_token, 'current', v_token),

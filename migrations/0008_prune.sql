@@ -1,9 +1,10 @@
--- prune(older_than): deletes owners dead, leases free and names of advisory locks not noted for so long. Tokens go on rising: they come
+-- prune(older_than): deletes owners dead, leases and slots of semaphores free, and names of advisory locks not noted for
+-- so long; the semaphores with their limits stay. Tokens go on rising: they come
 -- from the sequence, and a grant draws its own after the row is locked, whether the row is old or new.
 --
 -- It takes no lock on a table, and waits for nobody: a row that somebody is at, or whose fence is open, is
 -- skipped, and is there the next time.
-CREATE FUNCTION fencepost.prune(p_older_than interval) RETURNS TABLE (owners bigint, leases bigint)
+CREATE FUNCTION fencepost.prune(p_older_than interval) RETURNS TABLE (owners bigint, leases bigint, permits bigint)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_before timestamptz;
@@ -27,6 +28,13 @@ BEGIN
            AND NOT EXISTS (SELECT FROM fencepost.waiters w WHERE w.name = l.name)
          ORDER BY l.name FOR UPDATE OF l SKIP LOCKED);
     GET DIAGNOSTICS leases = ROW_COUNT;
+    DELETE FROM fencepost.permits d WHERE (d.semaphore, d.slot) IN (
+        SELECT p.semaphore, p.slot FROM fencepost.permits p
+         WHERE p.released_at < v_before
+            OR (p.granted_at < v_before
+                AND NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = p.owner AND o.expires_at > 'epoch'))
+         ORDER BY p.semaphore, p.slot FOR UPDATE OF p SKIP LOCKED);
+    GET DIAGNOSTICS permits = ROW_COUNT;
     DELETE FROM fencepost.owners d WHERE d.id IN (
         SELECT o.id FROM fencepost.owners o WHERE o.expires_at < v_before AND o.started_at < v_before
          ORDER BY o.id FOR UPDATE SKIP LOCKED);

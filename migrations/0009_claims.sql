@@ -11,8 +11,8 @@
 -- takes is nobody's business. What ends it carries the pair, and runs in the transaction of the effect.
 
 CREATE TABLE fencepost.claims (
-    key          text        PRIMARY KEY,
-    kind         text,       -- null: no job; begun by its key only
+    key          text        COLLATE "C" PRIMARY KEY,
+    kind         text        COLLATE "C", -- null: no job; begun by its key only
     state        text        NOT NULL CHECK (state IN ('ready', 'running', 'done', 'poison')),
     token        bigint      NOT NULL DEFAULT 0,
     grant_id     uuid,
@@ -302,9 +302,12 @@ RETURNS TABLE (key text, token bigint, grant_id uuid, unclear boolean, previous 
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     v_want   integer := cardinality(p_grant_ids);
-    v_got    bigint  := 0;
-    v_more   bigint;
+    v_got    integer := 0;
     v_looked boolean := false;
+    v_keys   text[];
+    v_tokens bigint[];
+    v_labels text[];
+    v_since  timestamptz[];
     v_life   timestamptz;
     v_label  text;
     v_now    timestamptz := clock_timestamp();
@@ -329,23 +332,43 @@ BEGIN
         PERFORM fencepost.claim_recover(p_kind);
     END IF;
     LOOP
-        RETURN QUERY
-            WITH picked AS MATERIALIZED (
-                SELECT c.key, c.token, c.label, c.started_at FROM fencepost.claims c
-                 WHERE c.kind = p_kind AND c.state = 'ready' AND c.due_at <= v_now
-                 ORDER BY c.due_at, c.key LIMIT v_want - v_got
-                 FOR UPDATE SKIP LOCKED),
-            numbered AS (SELECT p.*, v_got + row_number() OVER () AS n FROM picked p)
-            UPDATE fencepost.claims c
-               SET state = 'running', token = nextval('fencepost.fencing_token'), grant_id = p_grant_ids[p.n::integer],
-                   owner = p_owner, label = v_label, started_at = clock_timestamp(), ended_at = NULL,
-                   attempts = c.attempts + 1
-              FROM numbered p
-             WHERE c.key = p.key
-            RETURNING c.key, c.token, c.grant_id, c.unclear, nullif(p.token, 0), p.label, p.started_at,
-                      c.attempts, c.failures, c.crashes, c.payload;
-        GET DIAGNOSTICS v_more = ROW_COUNT;
-        v_got := v_got + v_more;
+        -- Locked in one statement and marked in the next, by their keys: in one, with a limit that the planner does not
+        -- know, it expects thousands and reads the whole table. One job has statements of its own, which need no new
+        -- plan each time: planning takes longer than all the rest.
+        IF v_want = 1 THEN
+            SELECT c.key, c.token, c.label, c.started_at INTO key, previous, label, since FROM fencepost.claims c
+             WHERE c.kind = p_kind AND c.state = 'ready' AND c.due_at <= v_now
+             ORDER BY c.due_at, c.key LIMIT 1 FOR UPDATE SKIP LOCKED;
+            IF FOUND THEN
+                previous := nullif(previous, 0);
+                UPDATE fencepost.claims c
+                   SET state = 'running', token = nextval('fencepost.fencing_token'), grant_id = p_grant_ids[1],
+                       owner = p_owner, label = v_label, started_at = clock_timestamp(), ended_at = NULL,
+                       attempts = c.attempts + 1
+                 WHERE c.key = claim_next.key
+                RETURNING c.token, c.grant_id, c.unclear, c.attempts, c.failures, c.crashes, c.payload
+                     INTO token, grant_id, unclear, attempts, failures, crashes, payload;
+                RETURN NEXT;
+                v_got := 1;
+            END IF;
+        ELSE
+            SELECT array_agg(p.key), array_agg(p.token), array_agg(p.label), array_agg(p.started_at)
+              INTO v_keys, v_tokens, v_labels, v_since
+              FROM (SELECT c.key, c.token, c.label, c.started_at FROM fencepost.claims c
+                     WHERE c.kind = p_kind AND c.state = 'ready' AND c.due_at <= v_now
+                     ORDER BY c.due_at, c.key LIMIT v_want - v_got
+                     FOR UPDATE SKIP LOCKED) p;
+            RETURN QUERY
+                UPDATE fencepost.claims c
+                   SET state = 'running', token = nextval('fencepost.fencing_token'),
+                       grant_id = p_grant_ids[v_got + p.n::integer], owner = p_owner, label = v_label,
+                       started_at = clock_timestamp(), ended_at = NULL, attempts = c.attempts + 1
+                  FROM unnest(v_keys, v_tokens, v_labels, v_since) WITH ORDINALITY p (key, token, label, started_at, n)
+                 WHERE c.key = p.key
+                RETURNING c.key, c.token, c.grant_id, c.unclear, nullif(p.token, 0), p.label, p.started_at,
+                          c.attempts, c.failures, c.crashes, c.payload;
+            v_got := v_got + coalesce(cardinality(v_keys), 0);
+        END IF;
         EXIT WHEN v_got = v_want OR v_looked OR fencepost.claim_recover(p_kind) = 0;
         v_looked := true;
     END LOOP;

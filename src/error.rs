@@ -65,6 +65,19 @@ pub enum Error {
         name: String,
     },
 
+    /// The semaphore has another limit than the caller says. Whichever is right, it is changed explicitly:
+    /// [`Semaphore::resize`](crate::Semaphore::resize).
+    #[error("semaphore \"{name}\" has {permits} permits, not {asked}")]
+    #[non_exhaustive]
+    OtherLimit {
+        /// The semaphore.
+        name: String,
+        /// Its limit.
+        permits: u32,
+        /// The caller's.
+        asked: u32,
+    },
+
     /// The database did not answer in time. Nothing was changed, or what was changed will be undone.
     #[error("timed out after {after:?}: {step}")]
     #[non_exhaustive]
@@ -343,6 +356,7 @@ impl Error {
             Self::StaleFence { .. } => return Some("LK001"),
             Self::Lost { .. } => return Some("LK002"),
             Self::Unfenced { .. } => return Some("LK006"),
+            Self::OtherLimit { .. } => return Some("LK007"),
             Self::Misuse { .. }
             | Self::SchemaVersion { .. }
             | Self::TransactionPooler { .. }
@@ -401,6 +415,8 @@ struct Detail {
     current: Option<FencingToken>,
     why: Option<String>,
     table: Option<String>,
+    permits: Option<u32>,
+    asked: Option<u32>,
 }
 
 /// An error raised by our own functions, from its SQLSTATE and DETAIL.
@@ -408,7 +424,8 @@ fn refusal(error: &PgDatabaseError) -> Option<Error> {
     if !error.code().starts_with("LK") {
         return None;
     }
-    let Detail { name, token, current, why, table } = serde_json::from_str(error.detail()?).ok()?;
+    let Detail { name, token, current, why, table, permits, asked } =
+        serde_json::from_str(error.detail()?).ok()?;
     match error.code() {
         "LK001" => Some(Error::StaleFence { name, token: token?, current }),
         "LK002" => {
@@ -420,6 +437,7 @@ fn refusal(error: &PgDatabaseError) -> Option<Error> {
             Some(Error::Lost { name, token: token?, reason })
         }
         "LK006" => Some(Error::Unfenced { table: table?, name }),
+        "LK007" => Some(Error::OtherLimit { name, permits: permits?, asked: asked? }),
         _ => None,
     }
 }

@@ -69,6 +69,16 @@ pub struct Lease {
     at_most: Option<Duration>,
     metadata: Option<String>,
     grace: Option<Duration>,
+    /// Of its ticket: smaller ranks are served before.
+    rank: i32,
+    kind: Kind,
+}
+
+/// What is asked for under the name. Waiting, holding, fencing and releasing are the same for both.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Lease,
+    Permits { limit: u32, count: u32 },
 }
 
 /// What an attempt came to.
@@ -119,7 +129,22 @@ impl Lease {
     /// # Errors
     /// [`Error::Misuse`] for a name that [`LockName::new`] refuses.
     pub fn named(name: &str) -> Result<Self> {
-        Ok(Self { name: LockName::new(name)?, at_most: None, metadata: None, grace: None })
+        Ok(Self::of(LockName::new(name)?))
+    }
+
+    /// The lease of this name, one of our own too.
+    pub(crate) fn of(name: LockName) -> Self {
+        Self { name, at_most: None, metadata: None, grace: None, rank: 0, kind: Kind::Lease }
+    }
+
+    /// So many of the permits of a semaphore of this name, which is held as a lease is.
+    pub(crate) fn of_permits(name: LockName, limit: u32, count: u32) -> Self {
+        Self { kind: Kind::Permits { limit, count }, ..Self::of(name) }
+    }
+
+    /// Whoever waits with a smaller rank is served before; for all others it is zero.
+    pub(crate) fn rank(self, rank: i32) -> Self {
+        Self { rank, ..self }
     }
 
     /// Caps the hold: it ends after this long even if its owner goes on beating. From 1 ms to

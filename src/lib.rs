@@ -23,6 +23,8 @@
 //! - [`Owner`]: the process, alive by one heartbeat whatever it holds.
 //! - [`Lease`] and [`HeldLease`]: the lock. [`Lease::try_acquire`] or, waiting in line, [`Lease::acquire`];
 //!   [`HeldLease::begin`] is the fence; [`HeldLease::lost`] the signal.
+//! - [`Election`]: one leader among many candidates, and who it is.
+//! - [`Semaphore`]: at most so many at once.
 //! - [`fence`](mod@fence): the check for other cases: a worker that was handed a [`Grant`], another system's
 //!   token, a table that must never be written without a fence.
 //! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
@@ -55,6 +57,7 @@ pub mod version;
 mod advisory;
 mod clock;
 mod driver;
+mod election;
 mod identifier;
 mod json;
 mod key;
@@ -66,12 +69,14 @@ mod pooler;
 mod prune;
 mod retry;
 mod savepoint;
+mod semaphore;
 mod sql;
 mod statement;
 mod token;
 mod wait;
 
 pub use advisory::{AdvisoryLock, HeldAdvisory};
+pub use election::{Election, Leader, Leaders, Leadership};
 pub use error::{Error, LossReason, Result};
 pub use key::Key;
 pub use lease::{Attempt, HeldLease, Holder, Lease};
@@ -80,6 +85,7 @@ pub use name::LockName;
 pub use owner::{Owner, OwnerBuilder};
 pub use prune::{Pruned, prune};
 pub use retry::{Isolation, Work, transaction};
+pub use semaphore::{Permit, Semaphore};
 pub use token::{FencingToken, Grant, GrantId, Version};
 pub use wait::Wait;
 

@@ -8,7 +8,8 @@ use crate::error::Error;
 
 /// The name of a lease or of a fenced resource: 1 to 255 bytes of UTF-8 without (ASCII) control characters.
 ///
-/// Names are compared byte by byte: `"Report"` and `"report"` are two names. Cloning is cheap.
+/// Names are compared byte by byte: `"Report"` and `"report"` are two names. Those that begin with `fencepost:` are
+/// the library's own: an election and a lease of one name are two things. Cloning is cheap.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LockName(Arc<str>);
 
@@ -16,13 +17,48 @@ impl LockName {
     /// The longest name, in bytes.
     pub const MAX_BYTES: usize = 255;
 
+    /// What the names of our own begin with.
+    const RESERVED: &str = "fencepost:";
+
     /// Checks the name.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if it is empty, longer than [`MAX_BYTES`](Self::MAX_BYTES) or has a control character.
+    /// [`Error::Misuse`] if it is empty, longer than [`MAX_BYTES`](Self::MAX_BYTES), has a control character or begins
+    /// with `fencepost:`.
     pub fn new(name: &str) -> Result<Self, Error> {
+        if name.starts_with(Self::RESERVED) {
+            return Err(Error::misuse(format!(
+                "a name does not begin with {:?}, which is for names of the library's own",
+                Self::RESERVED
+            )));
+        }
+        Self::stored(name)
+    }
+
+    /// The name as the database has it, of whatever kind.
+    pub(crate) fn stored(name: &str) -> Result<Self, Error> {
         check(name, "a name")?;
         Ok(Self(name.into()))
+    }
+
+    /// As it was given, without what makes it a name of its own kind.
+    pub(crate) fn plain(&self) -> &str {
+        let of_kind = self.0.strip_prefix(Self::RESERVED).and_then(|rest| rest.split_once(':'));
+        of_kind.map_or(&self.0, |(_kind, name)| name)
+    }
+
+    /// `fencepost:kind:name`, which is no name that anybody chooses for something else.
+    pub(crate) fn of_kind(kind: &str, name: &str) -> Result<Self, Error> {
+        check(name, "a name")?;
+        let whole = format!("{}{kind}:{name}", Self::RESERVED);
+        if whole.len() > Self::MAX_BYTES {
+            let most = Self::MAX_BYTES - (whole.len() - name.len());
+            return Err(Error::misuse(format!(
+                "a name of this kind is at most {most} bytes long, this one has {}",
+                name.len()
+            )));
+        }
+        Ok(Self(whole.into()))
     }
 
     /// The name as text.
@@ -75,7 +111,9 @@ mod tests {
         for good in ["a", "nightly-report", "o'brien \"quoted\" $1 \\", "köln/日本", &"x".repeat(255)] {
             assert_eq!(LockName::new(good).unwrap().as_str(), good);
         }
-        for bad in ["", "nul\0", "line\nbreak", "del\x7f", &"x".repeat(256), &"x".repeat(10_240)] {
+        for bad in
+            ["", "nul\0", "line\nbreak", "del\x7f", "fencepost:x", &"x".repeat(256), &"x".repeat(10_240)]
+        {
             assert!(matches!(LockName::new(bad), Err(Error::Misuse { .. })), "{bad:?}");
         }
     }

@@ -15,9 +15,11 @@ pub struct Pruned {
     pub owners: u64,
     /// Leases long free.
     pub leases: u64,
+    /// Slots of semaphores long free.
+    pub permits: u64,
 }
 
-/// Deletes owners that are dead and leases that are free since longer than `older_than`.
+/// Deletes owners that are dead, and leases and slots of semaphores that are free, since longer than `older_than`.
 ///
 /// Only needed where names or processes come and go without end. Tokens go on rising for a name that was
 /// deleted. Nothing that is held is touched.
@@ -41,7 +43,7 @@ pub async fn prune(conn: &mut PgConnection, older_than: Duration) -> Result<Prun
         let count: i64 = row.try_get(column).map_err(fail)?;
         Ok(u64::try_from(count).unwrap_or(0))
     };
-    Ok(Pruned { owners: count("owners")?, leases: count("leases")? })
+    Ok(Pruned { owners: count("owners")?, leases: count("leases")?, permits: count("permits")? })
 }
 
 /// The rule for ages.

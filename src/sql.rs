@@ -37,7 +37,15 @@ pub(crate) const ACQUIRE: &str = "SELECT granted, token, label, \
      (date_part('epoch', remaining) * 1000000)::bigint AS remaining, \
      (date_part('epoch', cap) * 1000000)::bigint AS cap, ticket, ahead, wake_channel, wake_payload \
      FROM fencepost.acquire($1::text, $2::uuid, $3::uuid, $4::bigint * interval '1 microsecond', \
-     $5::text::jsonb, NULL, $6::boolean, $7::boolean)";
+     $5::text::jsonb, NULL, $6::boolean, $7::boolean, $8::bigint::integer)";
+
+pub(crate) const PERMIT_ACQUIRE: &str = "SELECT granted, token, label, \
+     (date_part('epoch', remaining) * 1000000)::bigint AS remaining, \
+     (date_part('epoch', cap) * 1000000)::bigint AS cap, ticket, ahead, wake_channel, wake_payload \
+     FROM fencepost.permit_acquire($1::text, $2::bigint::integer, $3::bigint::integer, $4::uuid, $5::uuid, $6::boolean)";
+
+pub(crate) const SEMAPHORE_RESIZE: &str = "SELECT waiting, wake_channel, wake_payload \
+     FROM fencepost.semaphore_resize($1::text, $2::bigint::integer)";
 
 pub(crate) const RELEASE: &str = "SELECT released, waiting, wake_channel, wake_payload \
      FROM fencepost.release($1::text, $2::bigint, $3::uuid)";
@@ -52,8 +60,13 @@ pub(crate) const HAND_OVER: &str =
 /// would serialise all such commits of the database.
 pub(crate) const NOTIFY: &str = "SELECT pg_catalog.pg_notify($1::text, $2::text)";
 
+pub(crate) const LEADER: &str = "SELECT term, label, asked FROM fencepost.leader($1::text)";
+
+pub(crate) const ASK_TO_RESIGN: &str =
+    "SELECT fencepost.ask_to_resign($1::text, $2::bigint * interval '1 microsecond') AS asked";
+
 pub(crate) const PRUNE: &str =
-    "SELECT owners, leases FROM fencepost.prune($1::bigint * interval '1 microsecond')";
+    "SELECT owners, leases, permits FROM fencepost.prune($1::bigint * interval '1 microsecond')";
 
 pub(crate) const ADVANCE: &str = "SELECT fencepost.advance($1::text, $2::bigint)";
 

@@ -19,9 +19,9 @@ const LAYERS: &[&[&str]] = &[
     // What Postgres itself holds.
     &["advisory", "row"],
     // What a table holds.
-    &["claim", "fence", "lease", "prune", "version"],
+    &["claim", "fence", "lease", "prune", "semaphore", "version"],
     // Compositions.
-    &["schedule"],
+    &["election", "schedule"],
     // For people.
     &["testing"],
 ];

@@ -123,6 +123,58 @@ fn nightly_report_advisory_runs_once() {
     prints("nightly_report_advisory", NIGHTLY_REPORT_ADVISORY);
 }
 
+const LEADER: &str = "   1  A         is elected: term 1
+   2  parent    sees that A in term 1 leads
+   3  B         campaigns; in line: B
+   4  C         campaigns; in line: B C
+   5  (system)  kills A (SIGKILL)
+   6  B         is elected: term 2
+   7  parent    sees that B in term 2 leads
+   8  (system)  pauses B (SIGSTOP)
+   9  C         is elected: term 3
+  10  parent    sees that C in term 3 leads
+  11  (system)  wakes B (SIGCONT), which goes on where it was
+  12  B         looks at its own clock: its time ran out
+  13  B         asks the database all the same: stale fence: \"fencepost:election:scheduler\" refused token 2; it has seen token 3
+  14  B         campaigns; in line: B
+  15  parent    asks the leader to resign
+  16  C         hears of it, in term 3, and resigns
+  17  B         is elected: term 4
+  18  parent    sees that B in term 4 leads
+
+led:  A 1, B 2, C 3, B 4
+";
+
+#[test]
+fn leader_is_never_more_than_one() {
+    prints("leader", LEADER);
+}
+
+const AT_MOST_THREE: &str = "   1  A         has a permit, token 1; held by: A
+   2  B         has a permit, token 2; held by: A B
+   3  C         has a permit, token 3; held by: A B C
+   4  D         waits; in line: D
+   5  E         waits; in line: D E
+   6  F         waits; in line: D E F
+   7  A         releases its permit, which goes to D
+   8  D         has a permit, token 4; held by: B C D
+   9  (system)  kills B (SIGKILL)
+  10  E         has a permit, token 5; held by: C D E
+  11  (system)  pauses C (SIGSTOP)
+  12  F         has a permit, token 6; held by: D E F
+  13  (system)  wakes C (SIGCONT), which goes on where it was
+  14  C         looks at its own clock: its permit is lost
+  15  C         begins a fenced transaction all the same: refused
+  16  (parent)  there were never more than three
+
+held at the end: D E F
+";
+
+#[test]
+fn at_most_three_are_never_four() {
+    prints("at_most_three", AT_MOST_THREE);
+}
+
 const STORAGE: &str = r#"A lock elsewhere gives the tokens; the storage remembers the largest one it has seen.
   token 33  accepted
   token 34  accepted
@@ -153,6 +205,52 @@ Two tasks lock two accounts one by one, in opposite orders.
 #[test]
 fn row_lock_transfer_loses_no_money() {
     prints("row_lock_transfer", ROW_LOCK_TRANSFER);
+}
+
+const IDEMPOTENT_CHARGE: &str = r#"THE SERVER IS KILLED
+A         charges the card: receipt-order-7
+(system)  kills A before it has written that down
+B         is asked again: A is at it
+database  has not heard from A for its ttl
+B         is asked again: recovers the attempt of A
+B         asks the card company: there is receipt-order-7
+B         completes with receipt-order-7
+C         is asked again: replays "receipt-order-7"
+C         is asked for another amount under the same key: refused, a mismatch (order-7)
+order-7: charged once, paid once
+
+THE SERVER IS PAUSED
+A2        charges the card: receipt-order-8
+(system)  pauses A2 (SIGSTOP)
+database  has not heard from A2 for its ttl
+B2        is asked again: recovers the attempt of A2
+B2        asks the card company: there is receipt-order-8
+B2        completes with receipt-order-8
+(system)  wakes A2 (SIGCONT), which goes on where it was
+A2        is refused: stale fence: "charge/order-8" refused token 3; it has seen token 4
+order-8: charged once, paid once
+"#;
+
+#[test]
+fn idempotent_charge_charges_once() {
+    prints("idempotent_charge", IDEMPOTENT_CHARGE);
+}
+
+const JOB_CLAIMS: &str = "\
+60 jobs; workers take them by 5.
+A         claims mail-01 mail-02 mail-03 mail-04 mail-05
+B         claims mail-06 mail-07 mail-08 mail-09 mail-10
+C         does 50 jobs, 0 of them recovered; A and B live, so theirs are not touched
+(system)  kills A and pauses B
+database  has heard from neither for a ttl
+C         does 10 jobs, 10 of them recovered
+B         wakes up and goes on: 5 of its 5 are refused
+60 effects of 60 jobs: each once
+";
+
+#[test]
+fn job_claims_are_done_once() {
+    prints("job_claims", JOB_CLAIMS);
 }
 
 const OPTIMISTIC_UPDATE: &str = r#"Without versions: two read, then both write what they have computed.

@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
-use serde_json::Value;
+use serde::de::DeserializeOwned;
 use sqlx::Row as _;
 use sqlx::postgres::{PgRow, PgTransaction};
 
-use super::{Claim, Previous, check_delay, count, moment, read, value};
+use super::{Claim, Previous, check_delay, count, moment, read};
 use crate::error::{Error, LossReason, Result};
 use crate::json;
 use crate::name::LockName;
@@ -42,7 +42,7 @@ pub struct Attempt {
     number: u32,
     failures: u32,
     crashes: u32,
-    payload: Option<Value>,
+    payload: Option<String>,
     previous: Option<Previous>,
     /// Somebody has got it: what was done with it is not known here.
     taken: bool,
@@ -83,7 +83,7 @@ impl Attempt {
             number: count(row, "attempts")?,
             failures: count(row, "failures")?,
             crashes: count(row, "crashes")?,
-            payload: value(row, "payload")?,
+            payload: row.try_get("payload")?,
             previous,
             held,
             owner: owner.clone(),
@@ -144,10 +144,17 @@ impl Attempt {
         self.previous.as_ref()
     }
 
-    /// What the claim was made with.
-    #[must_use]
-    pub fn payload(&self) -> Option<&Value> {
-        self.payload.as_ref()
+    /// What the claim was made with, if anything.
+    ///
+    /// # Errors
+    /// [`Error::Database`] if it is no such `T`.
+    pub fn payload<T: DeserializeOwned>(&self) -> Result<Option<T>> {
+        let read = |json: &String| serde_json::from_str(json);
+        self.payload
+            .as_ref()
+            .map(read)
+            .transpose()
+            .map_err(|error| Error::database("reading a payload", sqlx::Error::Decode(error.into())))
     }
 
     /// Whether it is certainly ours now. Cheap: looks at the local clock. (After the commit of its end it says yes for

@@ -7,7 +7,7 @@ use sqlx::Row as _;
 use sqlx::postgres::PgRow;
 
 use super::held::HeldLease;
-use super::{Attempt, Holder, Lease};
+use super::{Attempt, Holder, Kind, Lease};
 use crate::clock::Moment;
 use crate::error::{Error, Result};
 use crate::owner::Owner;
@@ -80,6 +80,17 @@ pub(super) async fn ask(
 ) -> Result<Asked> {
     let shared = owner.shared();
     let call = |retry| {
+        if let Kind::Permits { limit, count } = lease.kind {
+            let args = [
+                Arg::Text(lease.name.plain().to_owned()),
+                Arg::Number(limit.into()),
+                Arg::Number(count.into()),
+                Arg::Uuid(life.id()),
+                Arg::Uuid(id.as_uuid()),
+                Arg::Bool(place == Line::Join),
+            ];
+            return Call::new(sql::PERMIT_ACQUIRE, args);
+        }
         let args = [
             Arg::Text(lease.name.as_str().to_owned()),
             Arg::Uuid(life.id()),
@@ -88,6 +99,7 @@ pub(super) async fn ask(
             Arg::OptionalText(lease.metadata.clone()),
             Arg::Bool(retry),
             Arg::Bool(place == Line::Join),
+            Arg::Number(lease.rank.into()),
         ];
         Call::new(sql::ACQUIRE, args)
     };
@@ -95,12 +107,9 @@ pub(super) async fn ask(
     let asked = Moment::now();
     let rows = shared.statements.call_until_answered(STEP, &call(false), &call(true)).await?;
     let row = rows.first().ok_or(sqlx::Error::RowNotFound);
-    let row = row.and_then(|row| Row::read(row).map(|read| (read, HandedOver::of(row))));
-    let (row, handed) = row.map_err(|source| Error::database(STEP, source))?;
-    if let Some(handed) = handed {
-        // It was free and others were first.
-        shared.pass_on(handed);
-    }
+    let row = row.and_then(Row::read).map_err(|source| Error::database(STEP, source))?;
+    // It was free and others were first.
+    rows.iter().filter_map(HandedOver::of).for_each(|handed| shared.pass_on(handed));
     Ok(match row {
         Row { granted: true, token: Some(token), cap, .. } => {
             Asked::Granted(granted(owner, lease, life, id, token, cap.map(|cap| asked.after(cap))))

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use sqlx::postgres::PgTransaction;
@@ -35,13 +36,13 @@ pub struct HeldLease {
     /// A clone: what is held keeps its owner going.
     owner: Owner,
     grace: Duration,
-    released: bool,
+    released: AtomicBool,
 }
 
 impl HeldLease {
     pub(super) fn new(held: Arc<Held>, owner: Owner, grace: Option<Duration>) -> Self {
         let grace = grace.unwrap_or(owner.shared().margin);
-        Self { held, owner, grace, released: false }
+        Self { held, owner, grace, released: AtomicBool::new(false) }
     }
 
     /// The lease's name.
@@ -163,21 +164,28 @@ impl HeldLease {
     /// # Ok(()) }
     /// ```
     pub async fn run<T>(self, work: impl AsyncFnOnce(&Self) -> T) -> Result<T> {
-        let ended = {
-            let mut work = std::pin::pin!(work(&self));
-            tokio::select! {
-                biased;
-                value = &mut work => Ok(value),
-                reason = self.lost() => {
-                    tokio::time::timeout(self.grace, work).await.map_err(|_too_long| self.lost_error(reason))
-                }
-            }
-        };
+        let ended = self.until_lost(work(&self)).await;
         // The work is gone now. Its outcome stands, whatever comes of the release.
         if let Err(error) = self.release().await {
             tracing::debug!(%error, "fencepost: a release after the work failed");
         }
         ended
+    }
+
+    /// Works until the work ends, or the grace period after a loss does; then it is gone.
+    pub(crate) async fn until_lost<T>(&self, work: impl Future<Output = T>) -> Result<T> {
+        let mut work = std::pin::pin!(work);
+        tokio::select! {
+            biased;
+            value = &mut work => Ok(value),
+            reason = self.lost() => {
+                tokio::time::timeout(self.grace, work).await.map_err(|_too_long| self.lost_error(reason))
+            }
+        }
+    }
+
+    pub(crate) fn owner(&self) -> &Owner {
+        &self.owner
     }
 
     /// Releases it. `true`: it was held until now. `false`: it had been lost before.
@@ -195,9 +203,15 @@ impl HeldLease {
     /// One statement on the owner's connections. If somebody waits it grants the lease to the next one, durably,
     /// and a notification follows for another process; otherwise it is not durable by itself: if a crash takes it
     /// back, the owner releases it again.
-    pub async fn release(mut self) -> Result<bool> {
-        self.released = true;
+    pub async fn release(self) -> Result<bool> {
+        self.give_back().await
+    }
+
+    /// The same for one that others may still see: from now on they see that it is lost.
+    pub(crate) async fn give_back(&self) -> Result<bool> {
+        self.released.store(true, Ordering::Release);
         let lost = self.held.loss().is_some();
+        self.held.lose(LossReason::Released);
         let release = release(Arc::clone(self.owner.shared()), Arc::clone(&self.held));
         if lost {
             // Not to keep the caller waiting for a database that may be out of reach.
@@ -225,7 +239,7 @@ impl HeldLease {
 
 impl Drop for HeldLease {
     fn drop(&mut self) {
-        if !self.released {
+        if !self.released.load(Ordering::Acquire) {
             let release = release(Arc::clone(self.owner.shared()), Arc::clone(&self.held));
             self.owner.shared().run_unattended(async { drop(release.await) });
         }
@@ -258,8 +272,9 @@ async fn release(shared: Arc<Shared>, held: Arc<Held>) -> Result<bool> {
     // From here on, if the database still lists it, reconcile releases it.
     shared.grants.forget(grant.id);
     let answer = answer.and_then(|rows| {
-        let row = rows.first().ok_or(sqlx::Error::RowNotFound);
-        row.inspect(|row| shared.freed(name, row))
+        shared.freed(name, &rows);
+        rows.first()
+            .ok_or(sqlx::Error::RowNotFound)
             .and_then(|row| row.try_get("released"))
             .map_err(|source| Error::database(STEP, source))
     });

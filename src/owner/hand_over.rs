@@ -49,11 +49,8 @@ impl Shared {
     }
 
     /// What a release, or the like, of `name` has answered.
-    pub(crate) fn freed(self: &Arc<Self>, name: &LockName, row: &PgRow) {
-        if let Some(handed) = HandedOver::of(row) {
-            self.pass_on(handed);
-        }
-        if row.try_get("waiting").unwrap_or(false) {
+    pub(crate) fn freed(self: &Arc<Self>, name: &LockName, rows: &[PgRow]) {
+        if self.tell_all(rows) {
             // A fenced write is still open: whoever waits is granted it as soon as that has ended.
             let (shared, name) = (Arc::clone(self), name.clone());
             self.run_unattended(async move { shared.hand_over_when_possible(&name).await });
@@ -65,9 +62,7 @@ impl Shared {
         let call = Call::new(sql::WITHDRAW, [Arg::Text(name.as_str().to_owned()), Arg::Uuid(id.as_uuid())]);
         let rows =
             self.statements.call_until_answered("giving back a place in the line", &call, &call).await?;
-        if let Some(row) = rows.first() {
-            self.freed(name, row);
-        }
+        self.freed(name, &rows);
         Ok(())
     }
 
@@ -81,13 +76,15 @@ impl Shared {
             else {
                 return;
             };
-            let Some(row) = rows.first() else { return };
-            if let Some(handed) = HandedOver::of(row) {
-                self.pass_on(handed);
-            }
-            if !row.try_get("waiting").unwrap_or(false) {
+            if !self.tell_all(&rows) {
                 return;
             }
         }
+    }
+
+    /// Tells those who were granted something; whether others still wait for what is free.
+    fn tell_all(&self, rows: &[PgRow]) -> bool {
+        rows.iter().filter_map(HandedOver::of).for_each(|handed| self.pass_on(handed));
+        rows.iter().any(|row| row.try_get("waiting").unwrap_or(false))
     }
 }

@@ -60,7 +60,7 @@ async fn once(shared: &Arc<Shared>, life: &Life) -> Result<()> {
         let name: String = row.try_get("name").map_err(fail)?;
         let what: String = row.try_get("what").map_err(fail)?;
         tracing::warn!(label = shared.label, name, what, "fencepost: giving back what nobody here knows");
-        let name = LockName::new(&name)?;
+        let name = LockName::stored(&name)?;
         if what == "claim" {
             shared.end_unknown(&name, Grant::new(row.try_get("token").map_err(fail)?, id));
         } else {

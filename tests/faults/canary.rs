@@ -49,7 +49,7 @@ pub(crate) const NO_FENCE: Canary = Canary {
         "fencepost.fence",
         &[
             (" WHERE l.name = p_name FOR KEY SHARE;", " WHERE l.name = p_name;"),
-            ("IF NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR", "IF NOT FOUND OR"),
+            ("NOT FOUND OR v_token <> p_token OR v_grant <> p_grant_id OR", "NOT FOUND OR"),
         ],
     ),
 };
@@ -133,7 +133,7 @@ pub(crate) const NEWEST_FIRST: Canary = Canary {
     cell: &cell::EVERYTHING_WAITING,
     change: Change::Function(
         "fencepost.hand_to_head",
-        &[("ORDER BY w.ticket LIMIT 1", "ORDER BY w.ticket DESC LIMIT 1")],
+        &[("ORDER BY w.rank, w.ticket LIMIT 1", "ORDER BY w.rank, w.ticket DESC LIMIT 1")],
     ),
 };
 
@@ -340,6 +340,72 @@ pub(crate) const RESCUE_BY_RUN_TIME: Canary = Canary {
              AND r.started_at < v_now - interval '20 ms' FOR UPDATE SKIP LOCKED);\n    LOOP\n        RETURN QUERY",
         )],
     )]),
+};
+
+/// Whoever resigns ends the term, though somebody else leads by now.
+pub(crate) const RESIGNS_BY_NAME: Canary = Canary {
+    mistake: "a past leader ends the present one's term",
+    made_by: "riverqueue/river#1302",
+    breaks: "I8",
+    cell: &cell::LEADERS,
+    change: RELEASE_BY_NAME.change,
+};
+
+/// A renewal answers yes and renews nothing: the next one is elected, and the past one believes.
+pub(crate) const RENEWS_PAST_LEADERS: Canary = Canary {
+    mistake: "a renewal that tells a past leader that it goes on",
+    made_by: "riverqueue/river#199, oban-bg/oban#1488",
+    breaks: "I8",
+    cell: &cell::LEADERS,
+    change: IDLE_HEARTBEAT.change,
+};
+
+/// What is in use is what has been granted and not been released: as a counter has it, which no dead process lowers.
+pub(crate) const COUNTER: Canary = Canary {
+    mistake: "a counter in place of permits that die with their owner",
+    made_by: "redisson/redisson#2515, lukas-krecan/ShedLock#1587",
+    breaks: "I12",
+    cell: &cell::PERMITS,
+    change: Change::Function(
+        "fencepost.permit_take",
+        &[
+            ("OR o.id IS NULL OR o.expires_at = 'epoch'", ""),
+            (
+                "OR NOT EXISTS (SELECT FROM fencepost.owners o WHERE o.id = p.owner AND o.expires_at > 'epoch')",
+                "",
+            ),
+        ],
+    ),
+};
+
+/// Whoever has not beaten for a while is taken for dead.
+pub(crate) const TAKES_FROM_THE_LIVING: Canary = Canary {
+    mistake: "permits taken from an owner that lives",
+    made_by: "hexpm/hexpm#1825",
+    breaks: "I14",
+    cell: &cell::PERMITS,
+    change: Change::Functions(&[
+        (
+            "fencepost.permit_take",
+            &[("AND o.expires_at > 'epoch')", "AND o.expires_at > clock_timestamp() + o.ttl * 0.6)")],
+        ),
+        (
+            "fencepost.permit_acquire",
+            &[("AND p.released_at IS NULL AND o.expires_at > clock_timestamp();", "AND false;")],
+        ),
+    ]),
+};
+
+/// The lock that an update takes, which an open fence does not stop.
+pub(crate) const PERMIT_UNDER_A_WRITE: Canary = Canary {
+    mistake: "a permit granted under an open fenced write",
+    made_by: "openbao/openbao#1571",
+    breaks: "I14",
+    cell: &cell::PERMITS,
+    change: Change::Function(
+        "fencepost.permit_take",
+        &[("FOR UPDATE OF p SKIP LOCKED", "FOR NO KEY UPDATE OF p SKIP LOCKED")],
+    ),
 };
 
 impl Canary {

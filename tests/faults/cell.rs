@@ -126,6 +126,39 @@ pub(crate) const EVERYTHING_WAITING: Cell = Cell {
     ..WAITING
 };
 
+/// Two of three things at a time happen to every kind of session, through proxies.
+const HELD_FAULTS: &[(u64, Fault)] = &[
+    (30, Fault::Pause),
+    (8, Fault::Kill),
+    (20, Fault::BlackHole),
+    (10, Fault::EndSession(Session::Heartbeat)),
+    (10, Fault::EndSession(Session::Call)),
+    (10, Fault::EndSession(Session::Fenced)),
+    (6, Fault::CutAnswer("fencepost.release")),
+];
+
+pub(crate) const LEADERS: Cell = Cell {
+    name: "leaders",
+    how: "six candidates; SIGSTOP, SIGKILL, black holes, ended sessions and lost answers, several at a time",
+    mode: Mode::Lead,
+    seconds: 10,
+    ttl: (150, 400),
+    setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
+    faults: HELD_FAULTS,
+    every: (20, 160),
+    needs: &["grants", "fenced writes", "rejected fences", "losses signalled", "cancelled acquires"],
+    ..TRYING
+};
+
+pub(crate) const PERMITS: Cell = Cell {
+    name: "permits",
+    how: "six processes share three permits of each name; the same faults",
+    mode: Mode::Permits,
+    pauses: false,
+    needs: &["permits", "writes under a permit", "losses signalled"],
+    ..LEADERS
+};
+
 pub(crate) const BACKEND_KILLED: Cell = Cell {
     name: "backend killed",
     how: "`pg_terminate_backend`: heartbeats, calls, fenced transactions",

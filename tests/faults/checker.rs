@@ -13,7 +13,9 @@
 //! | I5 | a stop or a cut longer than the trust | "yes" after it; or no signal within [`SIGNAL_WITHIN`]; or a dead owner lives again |
 //! | I12 | where nothing may be lost, a grant | its loss is signalled |
 //!
-//! I12 and I13 of the line are judged in `line_checker`, I6 in `claim_checker`.
+//! I6 of claims is judged in `claim_checker`, I8 and I14, of terms and permits, in `held_checker`.
+//!
+//! I12 and I13 of the line are judged in `line_checker`.
 //!
 //! I3 (the twin loses updates), I11 (hygiene) and I12 (progress) are counted by the controller and by the tests.
 
@@ -21,6 +23,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use crate::claim_checker::{self, Claimed};
+use crate::held_checker;
 use crate::history::{CANCELLED, Kind, Phase, REJECTED, Record, TIMED_OUT};
 use crate::line::Event;
 use crate::line_checker;
@@ -181,6 +184,7 @@ pub(crate) fn check(facts: &Facts) -> Report {
     nothing_is_lost_without_a_reason(facts, &grants, &mut report);
     line_checker::judge(facts, &mut report);
     claim_checker::judge(facts, &steps, &mut report);
+    held_checker::judge(&steps, &mut report);
     for step in &steps {
         count(step, &mut report);
     }
@@ -207,6 +211,8 @@ fn count(step: &Step, report: &mut Report) {
         (Kind::Write, _) if step.commit.is_some() => "unknown commits",
         (Kind::Write, _) => "writes cut off",
         (Kind::Twin, Some(Phase::Ok)) => "twin writes",
+        (Kind::Permit, Some(Phase::Ok)) => "permits",
+        (Kind::Use, Some(Phase::Ok)) => "writes under a permit",
         (Kind::Lost, _) => "losses signalled",
         (Kind::Trouble, _) => "troubles",
         _ => return,

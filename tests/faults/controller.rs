@@ -21,7 +21,7 @@ use crate::fleet::{Fleet, Target};
 use crate::history::{self, now};
 use crate::line;
 use crate::stage::{Stage, Way};
-use crate::worker::{Ask, Mode, Place};
+use crate::worker::{Ask, ELECTION, Mode, Place, SEMAPHORE};
 
 /// The longest that anything here may take, on a slow machine too. Not a measurement.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
@@ -96,9 +96,14 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let count = match cell.mode {
         Mode::Wait => NAMES.len(),
         Mode::Claim => 0,
-        Mode::Try | Mode::Once => 3,
+        _ => 3,
     };
-    let names: Vec<String> = NAMES.iter().take(count).map(|name| (*name).to_owned()).collect();
+    let kind = match cell.mode {
+        Mode::Lead => ELECTION,
+        Mode::Permits => SEMAPHORE,
+        _ => "",
+    };
+    let names: Vec<String> = NAMES.iter().take(count).map(|name| format!("{kind}{name}")).collect();
     sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
     for fill in
         ["INSERT INTO counter SELECT unnest($1::text[]), 0", "INSERT INTO twin SELECT unnest($1::text[]), 0"]
@@ -326,7 +331,8 @@ async fn heal(pool: &PgPool, names: &[String], patience: Duration) -> Option<Dur
     let last: String = sqlx::query_scalar("SELECT clock_timestamp()::text").fetch_one(pool).await.unwrap();
     let all = async {
         loop {
-            let query = "SELECT count(*) FROM fencepost.leases WHERE granted_at > $1::timestamptz";
+            let query = "SELECT count(*) + (SELECT count(DISTINCT semaphore) FROM fencepost.permits WHERE granted_at > $1::timestamptz) \
+                         FROM fencepost.leases WHERE granted_at > $1::timestamptz";
             let anew: i64 = sqlx::query_scalar(query).bind(&last).fetch_one(pool).await.unwrap();
             if usize::try_from(anew).unwrap() == names.len() {
                 return;
@@ -351,6 +357,8 @@ async fn left_behind(pool: &PgPool, pooled: bool) -> Vec<String> {
           WHERE l.released_at IS NULL AND o.expires_at > clock_timestamp() \
         UNION ALL SELECT 'a running claim of the living: ' || c.key FROM fencepost.claims c \
           JOIN fencepost.owners o ON o.id = c.owner WHERE c.state = 'running' AND o.expires_at > clock_timestamp() \
+        UNION ALL SELECT 'a held permit: ' || p.semaphore FROM fencepost.permits p JOIN fencepost.owners o ON o.id = p.owner \
+          WHERE p.released_at IS NULL AND o.expires_at > clock_timestamp() \
         UNION ALL SELECT 'a ticket of the living: ' || w.name FROM fencepost.waiters w \
           JOIN fencepost.owners o ON o.id = w.owner WHERE o.expires_at > clock_timestamp()";
     let look =

@@ -39,6 +39,10 @@ pub(crate) enum Kind {
     End,
     /// The application has stood still, or has had no connection, for longer than the ttl: one record.
     Trouble,
+    /// Permits are acquired; the value is how many.
+    Permit,
+    /// A fenced transaction under a permit.
+    Use,
     /// At the end, what the database still has of a living owner of which nobody holds or waits: one record.
     Rest,
 }

@@ -24,6 +24,7 @@ mod controller;
 mod dice;
 mod fault;
 mod fleet;
+mod held_checker;
 mod history;
 mod line;
 mod line_checker;
@@ -102,6 +103,8 @@ cells! {
     notifications_may_be_lost_and_forged: NOTIFICATIONS,
     claims_are_done_once_under_faults: EVERYTHING_CLAIMED,
     answers_about_claims_may_be_cut: REPLY_CUT_CLAIMED,
+    leaders_may_be_paused_killed_and_cut_off: LEADERS,
+    permits_may_be_paused_killed_and_cut_off: PERMITS,
 }
 
 /// A test for each canary, and the list of all.
@@ -141,6 +144,11 @@ canaries! {
     a_client_that_believes_any_notification_is_noticed: BELIEVES_NOTIFICATIONS,
     a_finish_by_the_key_alone_is_noticed: FINISH_BY_ID,
     a_rescue_by_run_time_is_noticed: RESCUE_BY_RUN_TIME,
+    a_past_leader_that_resigns_the_present_term_is_noticed: RESIGNS_BY_NAME,
+    a_past_leader_that_is_told_it_goes_on_is_noticed: RENEWS_PAST_LEADERS,
+    a_counter_that_the_dead_leave_raised_is_noticed: COUNTER,
+    permits_taken_from_the_living_are_noticed: TAKES_FROM_THE_LIVING,
+    a_permit_granted_under_an_open_write_is_noticed: PERMIT_UNDER_A_WRITE,
 }
 
 /// The entry point of worker processes. Started as a test, it checks that the controller would find it.
@@ -286,13 +294,13 @@ fn print(plan: Plan, outcome: &Outcome, report: &Report) {
             println!("      {broken}");
         }
     }
-    if plan.cell.mode == Mode::Try {
+    if matches!(plan.cell.mode, Mode::Try | Mode::Lead) {
         println!(
             "  I3: the unfenced twin lost {} of {} updates",
             report.twin_lost,
             report.count("twin writes")
         );
-    } else {
+    } else if plan.cell.mode == Mode::Wait {
         let heard = |percent: usize| report.heard.get((report.heard.len() * percent / 100).saturating_sub(1));
         println!(
             "  from the hand-over to its caller: median {:?}, 90 % {:?}, longest {:?}; slowest turn {:?}",

@@ -18,8 +18,8 @@ use crate::timeline;
 /// Where a run in another process leaves its finding.
 pub(crate) const RESULT: &str = "FENCEPOST_FAULTS_RESULT";
 
-/// The columns. I3 is the twin; I7 to I10 are of other capabilities.
-const INVARIANTS: [&str; 8] = ["I1", "I2", "I4", "I5", "I6", "I11", "I12", "I13"];
+/// The columns. I3 is the twin; I7, I9 and I10 are of other capabilities.
+const INVARIANTS: [&str; 10] = ["I1", "I2", "I4", "I5", "I6", "I8", "I11", "I12", "I13", "I14"];
 
 /// What a run came to.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -14,8 +14,13 @@
 //! What else it does, or does wrong, is in its [`Habits`].
 
 mod claiming;
+mod leading;
+mod permits;
 mod trying;
 mod waiting;
+
+pub(crate) use leading::ELECTION;
+pub(crate) use permits::{PERMITS, SEMAPHORE};
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -113,6 +118,10 @@ pub(crate) enum Mode {
     Wait,
     /// Takes jobs and begins claims, until told to end.
     Claim,
+    /// Campaigns for elections, leads, and resigns, until told to end.
+    Lead,
+    /// Takes permits of semaphores and gives them back, until told to end.
+    Permits,
     /// Takes each name once, when it is free, writes, and ends.
     Once,
 }
@@ -210,6 +219,10 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
     match worker.orders.mode {
         Mode::Wait => waiting::work(Rc::clone(&worker)).await,
         Mode::Claim => claiming::work(Rc::clone(&worker)).await,
+        Mode::Lead => leading::work(&worker).await,
+        Mode::Permits => permits::work(&worker).await,
+        Mode::Once if leading::is_election(&worker.orders.names[0]) => leading::once(&worker).await,
+        Mode::Once if permits::is_semaphore(&worker.orders.names[0]) => permits::once(&worker).await,
         Mode::Once => {
             for name in &worker.orders.names {
                 let take = async {
@@ -246,6 +259,22 @@ struct Worker {
     quitting: watch::Receiver<bool>,
     owner: Owner,
     pool: PgPool,
+}
+
+/// What a worker holds, and the way to end it.
+trait Hold {
+    fn lease(&self) -> &HeldLease;
+    async fn end(self) -> fencepost::Result<bool>;
+}
+
+impl Hold for HeldLease {
+    fn lease(&self) -> &HeldLease {
+        self
+    }
+
+    async fn end(self) -> fencepost::Result<bool> {
+        self.release().await
+    }
 }
 
 /// A fenced transaction before its COMMIT.
@@ -402,7 +431,7 @@ impl Worker {
                 .execute(&mut **tx)
                 .await?;
         }
-        if self.orders.mode == Mode::Try && self.percent(7) {
+        if matches!(self.orders.mode, Mode::Try | Mode::Lead) && self.percent(7) {
             self.ask_to_be_stopped(Place::Fenced, held, read).await;
         } else {
             sleep(self.think(0, 3)).await;
@@ -417,22 +446,21 @@ impl Worker {
         Ok(read + 1)
     }
 
-    async fn give_back(&self, held: HeldLease, drop_it: bool) {
+    async fn give_back(&self, held: impl Hold, drop_it: bool) {
         let op = self.next_op();
-        let name = held.name().to_string();
-        self.held.borrow_mut().remove(&held.token().as_i64());
+        let (name, token) = (held.lease().name().to_string(), held.lease().token().as_i64());
+        self.held.borrow_mut().remove(&token);
         if self.stopping.get() {
             // It is given back already; that this changes nothing is what there is to see.
-            return if drop_it { drop(held) } else { drop(held.release().await) };
+            return if drop_it { drop(held) } else { drop(held.end().await) };
         }
-        let record =
-            self.record(op, Kind::End, Phase::Invoke, &name).token(held.token().as_i64()).why("drop");
+        let record = self.record(op, Kind::End, Phase::Invoke, &name).token(token).why("drop");
         if drop_it {
             self.history.write(&record);
             return drop(held);
         }
         self.history.write(&record.why("release"));
-        let released = held.release().await;
+        let released = held.end().await;
         let end = self.record(op, Kind::End, Phase::Ok, &name);
         self.history.write(&end.why(format!("{released:?}")));
     }

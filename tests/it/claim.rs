@@ -128,6 +128,56 @@ async fn of_many_that_begin_at_once_one_has_the_attempt() {
     }
 }
 
+// The same, step by step: a begin that has not committed yet.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_begin_beside_another_one_in_flight_is_told_so_or_waits_for_a_new_key() {
+    let (database, pool) = with_effects().await;
+    let b = owner(&pool, "b", LONG).await;
+    let a: Uuid =
+        sqlx::query_scalar("SELECT fencepost.owner_start('a', '1 minute')").fetch_one(&pool).await.unwrap();
+    for commits in [true, false] {
+        let [known, new] = ["known", "new"].map(|what| format!("{what}, {commits}"));
+        let mut tx = pool.begin().await.unwrap();
+        assert!(claim(&known).kind("job").unwrap().enqueue(&mut tx).await.unwrap());
+        tx.commit().await.unwrap();
+        let mut first = crate::support::connect(&database.options()).await;
+        sqlx::raw_sql("BEGIN").execute(&mut first).await.unwrap();
+        for key in [&known, &new] {
+            let begin = "SELECT outcome FROM fencepost.claim_begin($1, $2, gen_random_uuid())";
+            let outcome: String =
+                sqlx::query_scalar(begin).bind(key).bind(a).fetch_one(&mut first).await.unwrap();
+            assert_eq!(outcome, "fresh");
+        }
+        // Whose row is there is answered at once.
+        let beside = within("a begin beside it", claim(&known).begin(&b)).await.unwrap();
+        assert!(
+            matches!(beside, Begun::InProgress { remaining, .. } if remaining == Duration::ZERO),
+            "{beside:?}"
+        );
+        // Of a new key there is nothing to see yet.
+        let waiting = tokio::spawn({
+            let (claim, b) = (claim(&new), b.clone());
+            async move { claim.begin(&b).await.unwrap() }
+        });
+        until_true(
+            &pool,
+            "it waits",
+            "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock')",
+        )
+        .await;
+        sqlx::raw_sql(if commits { "COMMIT" } else { "ROLLBACK" }).execute(&mut first).await.unwrap();
+        let waited = within("the other begin", waiting).await.unwrap();
+        let again = claim(&known).begin(&b).await.unwrap();
+        for begun in [waited, again] {
+            match begun {
+                Begun::InProgress { by, .. } if commits => assert_eq!(by.as_deref(), Some("a")),
+                Begun::Fresh(attempt) if !commits => assert!(attempt.release().await.unwrap()),
+                other => panic!("{commits}: {other:?}"),
+            }
+        }
+    }
+}
+
 // C36: the same key with another request is never answered with the result of the first.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_request_under_the_same_key_is_a_mismatch_at_any_time() {
@@ -568,7 +618,8 @@ async fn bad_arguments_never_reach_the_database() {
     misuse(claim("x").payload(&"x".repeat(Claim::MAX_JSON_BYTES)));
     let largest = "x".repeat(Claim::MAX_JSON_BYTES - 2);
     let attempt = claim("x").payload(&largest).unwrap().begin(&a).await.unwrap().into_attempt().unwrap();
-    assert_eq!(attempt.payload(), Some(&json!(largest)));
+    assert_eq!(attempt.payload().unwrap(), Some(largest));
+    assert!(matches!(attempt.payload::<u32>(), Err(Error::Database { .. })), "it is text");
     let mut tx = pool.begin().await.unwrap();
     for refused in [
         attempt.complete(&mut tx, &"x".repeat(Claim::MAX_JSON_BYTES)).await.unwrap_err(),

@@ -73,7 +73,7 @@ async fn jobs_come_with_the_transaction_that_leaves_them_and_in_order() {
         ["mail-0002", "mail-0003", "mail-0004"],
         "not the other kind, and not before its time"
     );
-    assert_eq!(rest[1].payload(), Some(&json!({"to": 3})));
+    assert_eq!(rest[1].payload().unwrap(), Some(json!({"to": 3})));
     assert!(rest.iter().all(|attempt| attempt.number() == 1 && attempt.recovered().is_none()));
     assert!(next(&a, 1).await.is_empty());
     sqlx::raw_sql("UPDATE fencepost.claims SET due_at = clock_timestamp() WHERE key = 'later'")

@@ -6,7 +6,10 @@
 use std::time::Duration;
 
 use fencepost::claim::{self as claims, Claim};
-use fencepost::{AdvisoryLock, Error, HeldAdvisory, HeldLease, Key, Lease, Owner, Result, Wait};
+use fencepost::{
+    AdvisoryLock, Election, Error, HeldAdvisory, HeldLease, Key, Leadership, Lease, Owner, Permit, Result,
+    Semaphore, Wait,
+};
 use sqlx::PgPool;
 
 use crate::cancel::after_polls;
@@ -124,8 +127,80 @@ impl Exclusive for Claim {
     }
 }
 
+impl Exclusive for Election {
+    type Held = Leadership;
+
+    fn named(name: &str) -> Self {
+        Self::named(name).unwrap()
+    }
+
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<Leadership>> {
+        match self.campaign(owner, Wait::no()).await {
+            Err(Error::Busy { .. }) => Ok(None),
+            answered => answered.map(Some),
+        }
+    }
+
+    async fn release(held: Leadership) -> Result<bool> {
+        held.resign().await
+    }
+
+    fn is_held(held: &Leadership) -> bool {
+        held.is_held()
+    }
+
+    async fn lost(held: &Leadership) -> fencepost::LossReason {
+        held.lost().await
+    }
+}
+
+/// With one permit it is a lock.
+impl Exclusive for Semaphore {
+    type Held = Permit;
+
+    fn named(name: &str) -> Self {
+        Self::named(name, 1).unwrap()
+    }
+
+    async fn try_acquire(&self, owner: &Owner) -> Result<Option<Permit>> {
+        Self::try_acquire(self, owner).await
+    }
+
+    async fn release(held: Permit) -> Result<bool> {
+        held.release().await
+    }
+
+    fn is_held(held: &Permit) -> bool {
+        held.is_held()
+    }
+
+    async fn lost(held: &Permit) -> fencepost::LossReason {
+        held.lost().await
+    }
+}
+
+impl Waits for Election {
+    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<Leadership> {
+        self.campaign(owner, wait).await
+    }
+
+    async fn waiting(pool: &PgPool) -> i64 {
+        Lease::waiting(pool).await
+    }
+}
+
+impl Waits for Semaphore {
+    async fn acquire(&self, owner: &Owner, wait: Wait) -> Result<Permit> {
+        Self::acquire(self, owner, wait).await
+    }
+
+    async fn waiting(pool: &PgPool) -> i64 {
+        Lease::waiting(pool).await
+    }
+}
+
 /// The capability's modules under `src/` that promise exclusion, each with its line here.
-const CAPABILITIES: &[&str] = &["advisory", "claim", "lease"];
+const CAPABILITIES: &[&str] = &["advisory", "claim", "election", "lease", "semaphore"];
 
 #[test]
 fn every_capability_is_in_the_contract() {
@@ -133,13 +208,12 @@ fn every_capability_is_in_the_contract() {
     let mut found: Vec<String> = std::fs::read_dir(sources)
         .unwrap()
         .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_file())
         .filter(|path| {
-            path.is_file() && {
-                let source = std::fs::read_to_string(path).unwrap();
-                ["try_acquire", "begin"]
-                    .iter()
-                    .any(|name| source.contains(&format!("pub async fn {name}(&self, owner")))
-            }
+            let source = std::fs::read_to_string(path).unwrap();
+            ["try_acquire", "begin", "campaign"]
+                .iter()
+                .any(|way| source.contains(&format!("pub async fn {way}(&self, owner")))
         })
         .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
         .collect();
@@ -258,7 +332,7 @@ async fn nobody_waits_for_a_stopped_owner<L: Waits>() {
 }
 
 macro_rules! contract {
-    ($($capability:ident: $lock:ty),*; $promises:tt) => {
+    ($($capability:ident: $lock:ty),* $(,)?; $promises:tt) => {
         $(contract!(@one $capability, $lock, $promises);)*
     };
     (@one $capability:ident, $lock:ty, [$($promise:ident),* $(,)?]) => {
@@ -271,7 +345,7 @@ macro_rules! contract {
     };
 }
 
-contract!(lease: fencepost::Lease; [
+contract!(election: fencepost::Election, lease: fencepost::Lease, semaphore: fencepost::Semaphore; [
     one_holds_and_the_others_do_not,
     who_does_not_wait_is_told_that_it_is_busy,
     released_it_is_free_and_can_be_acquired_again,

@@ -20,6 +20,7 @@ mod contract;
 #[path = "../faults/dice.rs"]
 mod dice;
 mod durability;
+mod election;
 mod fence;
 mod inputs;
 mod interleave;
@@ -42,6 +43,7 @@ mod prune;
 mod retry;
 mod row;
 mod schedule;
+mod semaphore;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;

@@ -119,6 +119,28 @@ async fn bad_arguments_are_refused_with_their_own_code() {
         "fencepost.protect(NULL, 'x')",
         "fencepost.unprotect(NULL)",
         "fencepost.allow(NULL)",
+        "fencepost.acquire('fencepost:semaphore:x', p_at_most => '1 s')",
+        "fencepost.ask_to_resign('x', '-1 s')",
+        "fencepost.ask_to_resign('x', '367 days')",
+        "fencepost.ask_to_resign('x', NULL)",
+        "fencepost.permit_acquire('', 1, 1, gen_random_uuid())",
+        "fencepost.permit_acquire(NULL, 1, 1, gen_random_uuid())",
+        "fencepost.permit_acquire(repeat('x', 236), 1, 1, gen_random_uuid())",
+        "fencepost.permit_acquire(E'a\\nb', 1, 1, gen_random_uuid())",
+        "fencepost.permit_acquire('x', 0, 1, gen_random_uuid())",
+        "fencepost.permit_acquire('x', 100001, 1, gen_random_uuid())",
+        "fencepost.permit_acquire('x', NULL, 1, gen_random_uuid())",
+        "fencepost.permit_acquire('x', 3, 0, gen_random_uuid())",
+        "fencepost.permit_acquire('x', 3, 4, gen_random_uuid())",
+        "fencepost.permit_acquire('x', 3, NULL, gen_random_uuid())",
+        "fencepost.permit_acquire('x', 3, 1, NULL)",
+        "fencepost.permit_acquire('x', 3, 1, gen_random_uuid(), NULL)",
+        "fencepost.semaphore_resize('', 1)",
+        "fencepost.semaphore_resize(NULL, 1)",
+        "fencepost.semaphore_resize(repeat('x', 236), 1)",
+        "fencepost.semaphore_resize('x', 0)",
+        "fencepost.semaphore_resize('x', 100001)",
+        "fencepost.semaphore_resize('x', NULL)",
         "fencepost.prune('-1 s')",
         "fencepost.prune('1001 years')",
         "fencepost.prune('-178000000 years')",
@@ -201,6 +223,14 @@ async fn nothing_is_found_under_null() {
         "NOT (SELECT withdrawn OR waiting FROM fencepost.withdraw(NULL, NULL))",
         "NOT (SELECT withdrawn OR waiting FROM fencepost.withdraw('report', NULL))",
         "fencepost.wake_channel(NULL) IS NULL",
+        "NOT EXISTS (SELECT FROM fencepost.leader(NULL))",
+        "NOT EXISTS (SELECT FROM fencepost.leader('report'))",
+        "NOT fencepost.ask_to_resign(NULL)",
+        "NOT fencepost.ask_to_resign('report')",
+        "NOT (SELECT released FROM fencepost.release('fencepost:semaphore:x', NULL, NULL))",
+        "NOT (SELECT released FROM fencepost.release('fencepost:semaphore:x', 1, gen_random_uuid()))",
+        "NOT (SELECT withdrawn FROM fencepost.withdraw('fencepost:semaphore:x', NULL))",
+        "NOT EXISTS (SELECT FROM fencepost.hand_over('fencepost:semaphore:x'))",
         // A switch that is null is off.
         "(SELECT NOT granted AND ticket IS NULL FROM fencepost.acquire('report', p_at_most => '1 s', p_retry => NULL, p_enqueue => NULL))",
     ] {
@@ -227,6 +257,10 @@ async fn state_changes_refuse_to_run_outside_read_committed() {
             "revoke('x')".into(),
             "hand_over('x')".into(),
             format!("withdraw('x', '{id}')"),
+            "ask_to_resign('x')".into(),
+            format!("permit_acquire('x', 1, 1, '{id}')"),
+            "semaphore_resize('x', 1)".into(),
+            format!("release('fencepost:semaphore:x', 1, '{id}')"),
             "prune('1 day')".into(),
             format!("claim_begin('x', '{id}', '{id}')"),
             format!("claim_next('x', '{id}', '{{{id}}}')"),
@@ -273,6 +307,16 @@ async fn an_application_role_can_lock_and_nothing_else() {
     fencepost::fence::advance(&mut tx, held.name(), held.token()).await.unwrap();
     tx.commit().await.unwrap();
     assert!(held.release().await.unwrap());
+    let leader = fencepost::Election::named("e").unwrap().campaign(&a, fencepost::Wait::no()).await.unwrap();
+    leader.begin(&app).await.unwrap().commit().await.unwrap();
+    let election = fencepost::Election::named("e").unwrap();
+    assert!(election.ask_to_resign(&app, std::time::Duration::ZERO).await.unwrap());
+    assert_eq!(election.observe(&app).changed().await.unwrap().unwrap().term, leader.term());
+    leader.resign().await.unwrap();
+    let permit = fencepost::Semaphore::named("s", 2).unwrap().try_acquire(&a).await.unwrap().unwrap();
+    permit.begin(&app).await.unwrap().commit().await.unwrap();
+    assert!(permit.release().await.unwrap());
+    fencepost::Semaphore::named("s", 3).unwrap().resize(&a).await.unwrap();
     let mut conn = connect(&options).await;
     until("nobody is at it", async || fencepost::prune(&mut conn, LONG).await.ok()).await;
     a.shutdown().await.unwrap();
@@ -293,6 +337,14 @@ async fn an_application_role_can_lock_and_nothing_else() {
         "SELECT fencepost.require_fence()",
         "SELECT fencepost.hand_to_head('report')",
         "SELECT * FROM fencepost.waiters",
+        "SELECT * FROM fencepost.permits",
+        "SELECT * FROM fencepost.semaphores",
+        "UPDATE fencepost.semaphores SET permits = 9",
+        "SELECT fencepost.permit_take('x', 1, NULL, NULL, 'x')",
+        "SELECT fencepost.permits_to_heads('x')",
+        "SELECT fencepost.permit_hand_over('x')",
+        "SELECT fencepost.permit_release('x', 1, NULL)",
+        "SELECT fencepost.permit_fence('x', 1, NULL)",
         "SELECT fencepost.allow('postgres')",
         "CREATE TABLE fencepost.mine ()",
         "DROP SCHEMA fencepost CASCADE",

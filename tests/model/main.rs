@@ -12,6 +12,8 @@
 //! | `lease` | owners, grants, fences; retries and reconcile; failover |
 //! | `claim` | attempts: begin, complete, recovery; answers that are lost |
 //! | `line` | waiters: tickets, hand-over, wake-ups, giving up |
+//! | `term` | elections: stepping down, resigning, being asked to, preference |
+//! | `permit` | semaphores: rows that die with their owner, a limit that changes |
 //!
 //! `FENCEPOST_MODEL_CLIENTS=3 cargo test --release --test model` explores with three clients instead of two.
 //! `cargo test --test model -- --nocapture` shows the figures and all counterexamples.
@@ -39,6 +41,8 @@ mod claim;
 mod explore;
 mod lease;
 mod line;
+mod permit;
+mod term;
 
 use crate::explore::{Model, Trace, explore};
 

@@ -12,7 +12,9 @@ pub(super) async fn work(worker: &Worker) {
     while !*worker.quitting.borrow() {
         let name = worker.dice.borrow_mut().pick(&worker.orders.names).clone();
         if let Some(held) = worker.acquire(&name).await {
-            worker.hold(held).await;
+            worker.hold(&held).await;
+            let drop_it = worker.percent(40);
+            worker.give_back(held, drop_it).await;
         }
         sleep(worker.think(0, 6)).await;
     }
@@ -20,30 +22,30 @@ pub(super) async fn work(worker: &Worker) {
 
 impl Worker {
     /// Holds for a while, and on after a loss: that is what a paused holder does.
-    async fn hold(&self, held: HeldLease) {
+    pub(super) async fn hold(&self, held: &HeldLease) {
         let done = Notify::new();
         let steps = async {
             let steps = self.dice.borrow_mut().between(1, 4);
             for _ in 0..steps {
-                self.look(&held);
+                self.look(held);
                 let step = self.dice.borrow_mut().below(100);
                 match step {
-                    _ if self.troubled() => self.trouble(&held).await,
+                    _ if self.troubled() => self.trouble(held).await,
                     _ if self.orders.habits.dozes => {
-                        self.ask_to_be_stopped(Place::Idle, &held, 0).await;
-                        self.fenced_write(&held).await;
+                        self.ask_to_be_stopped(Place::Idle, held, 0).await;
+                        self.fenced_write(held).await;
                         sleep(self.think(10, 40)).await;
                     }
-                    0..55 => self.fenced_write(&held).await,
-                    55..85 => self.twin(&held).await,
+                    0..55 => self.fenced_write(held).await,
+                    55..85 => self.twin(held).await,
                     85..93 => {
                         let half = u64::try_from(self.orders.ttl.as_millis()).unwrap() / 2;
                         sleep(self.think(0, half)).await;
                     }
-                    93..96 => self.ask_to_be_stopped(Place::Idle, &held, 0).await,
+                    93..96 => self.ask_to_be_stopped(Place::Idle, held, 0).await,
                     _ => tokio::task::yield_now().await,
                 }
-                self.look(&held);
+                self.look(held);
             }
             // Some hold on for a while, so that a fault finds them at any moment of a ttl.
             if self.percent(30) {
@@ -55,12 +57,10 @@ impl Worker {
         let steps_watched = async {
             tokio::select! {
                 () = steps => {}
-                () = self.look_on(&held) => unreachable!("it looks for ever"),
+                () = self.look_on(held) => unreachable!("it looks for ever"),
             }
         };
-        tokio::join!(self.watch_loss(&held, &done), steps_watched);
-        let drop_it = self.percent(40);
-        self.give_back(held, drop_it).await;
+        tokio::join!(self.watch_loss(held, &done), steps_watched);
     }
 
     /// Is it time for what this application does to itself?

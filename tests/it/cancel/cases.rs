@@ -1,14 +1,13 @@
 //! One case a function: the rest of its promise, beside what the scene checks after all of them.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use fencepost::row::{Filter, Order};
 use fencepost::testing::TestDatabase;
 use fencepost::{
-    AdvisoryLock, Error, HeldAdvisory, HeldLease, Isolation, Key, Lease, LossReason, Owner, Wait, fence,
-    migrate, prune, transaction,
+    AdvisoryLock, Election, Error, HeldAdvisory, HeldLease, Isolation, Key, Leadership, Lease, LossReason,
+    Owner, Permit, Semaphore, Wait, fence, migrate, prune, transaction,
 };
 use sqlx::{Connection as _, Executor as _, PgConnection, PgPool};
 use tokio::sync::oneshot;
@@ -49,6 +48,16 @@ cases! {
     "HeldLease::begin_with": begin_with,
     "HeldLease::run": run,
     "HeldLease::release": release,
+    "Election::campaign": campaign,
+    "Election::run": run_while_leading,
+    "Election::ask_to_resign": ask_to_resign,
+    "Leadership::asked_to_resign": asked_to_resign,
+    "Leadership::resign": resign,
+    "Leaders::changed": observe,
+    "Semaphore::try_acquire": try_a_permit,
+    "Semaphore::acquire": acquire_permits_in_line,
+    "Semaphore::resize": resize,
+    "Permit::release": release_a_permit,
     "Owner::start": start,
     "OwnerBuilder::start": start_as_built,
     "Owner::lost": owner_lost,
@@ -331,21 +340,15 @@ async fn begin_with(scene: &Scene, cut: Cut) -> bool {
 
 // Dropping the future drops the work, then releases in the background.
 async fn run(scene: &Scene, cut: Cut) -> bool {
-    struct Ended(Arc<AtomicBool>);
-    impl Drop for Ended {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::SeqCst);
-        }
-    }
     let held = scene.held().await;
-    let ended = Arc::new(AtomicBool::new(false));
+    let working = AtomicBool::new(true);
     let work = async |held: &HeldLease| {
-        let _ended = Ended(Arc::clone(&ended));
+        let _ended = Ended(&working);
         held.begin(&scene.pool).await.unwrap().commit().await.unwrap();
         7
     };
     let ran = cut.cut(held.run(work)).await.map(Result::unwrap);
-    assert!(ended.load(Ordering::SeqCst), "the work is gone with the future");
+    assert!(!working.load(Ordering::SeqCst), "the work is gone with the future");
     ran.inspect(|value| assert_eq!(*value, 7)).is_some()
 }
 
@@ -353,6 +356,147 @@ async fn run(scene: &Scene, cut: Cut) -> bool {
 async fn release(scene: &Scene, cut: Cut) -> bool {
     let held = scene.held().await;
     cut.cut(held.release()).await.inspect(|released| assert!(*released.as_ref().unwrap())).is_some()
+}
+
+// The candidacy is withdrawn, a term that had just begun is resigned: the scene allows no ticket and no grant.
+
+fn election() -> Election {
+    Election::named(NAME).unwrap()
+}
+
+async fn leads(scene: &Scene) -> Leadership {
+    within("leading", election().campaign(&scene.a, Wait::forever())).await.unwrap()
+}
+
+async fn campaign(scene: &Scene, cut: Cut) -> bool {
+    cut.cut(election().campaign(&scene.a, Wait::forever())).await.map(Result::unwrap).is_some()
+}
+
+// Dropping the future drops the work, then resigns in the background.
+async fn run_while_leading(scene: &Scene, cut: Cut) -> bool {
+    let working = AtomicBool::new(false);
+    let election = election();
+    let ran = cut.cut(election.run(&scene.a, |leadership| {
+        let (pool, working) = (&scene.pool, &working);
+        async move {
+            working.store(true, Ordering::SeqCst);
+            let _ended = Ended(working);
+            leadership.begin(pool).await.unwrap().commit().await.unwrap();
+            std::ops::ControlFlow::Break(7)
+        }
+    }));
+    let ran = ran.await.map(Result::unwrap);
+    assert!(!working.load(Ordering::SeqCst), "the work is gone with the future");
+    ran.inspect(|value| assert_eq!(*value, 7)).is_some()
+}
+
+struct Ended<'a>(&'a AtomicBool);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
+// It happens or not; repeating it is harmless.
+async fn ask_to_resign(scene: &Scene, cut: Cut) -> bool {
+    let leader = leads(scene).await;
+    let asked = cut.cut(election().ask_to_resign(&scene.pool, Duration::ZERO)).await.map(Result::unwrap);
+    assert!(election().ask_to_resign(&scene.pool, Duration::ZERO).await.unwrap());
+    assert!(leader.is_held() && leader.resign().await.unwrap());
+    asked.inspect(|asked| assert!(*asked)).is_some()
+}
+
+// Safe: it only looks.
+async fn asked_to_resign(scene: &Scene, cut: Cut) -> bool {
+    let leader = leads(scene).await;
+    assert!(election().ask_to_resign(&scene.pool, Duration::ZERO).await.unwrap());
+    let completed = cut.cut(leader.asked_to_resign()).await.is_some();
+    within("being asked", leader.asked_to_resign()).await;
+    assert!(leader.is_held() && leader.resign().await.unwrap());
+    completed
+}
+
+// Once polled it is resigned, also when the future is dropped.
+async fn resign(scene: &Scene, cut: Cut) -> bool {
+    let leader = leads(scene).await;
+    cut.cut(leader.resign()).await.inspect(|resigned| assert!(*resigned.as_ref().unwrap())).is_some()
+}
+
+// Safe: what was not told is told by the next call.
+async fn observe(scene: &Scene, cut: Cut) -> bool {
+    let leader = leads(scene).await;
+    let mut leaders = election().observe(&scene.pool);
+    let told = cut.cut(leaders.changed()).await.map(Result::unwrap);
+    if told.is_none() {
+        let told = within("the leader", leaders.changed()).await.unwrap();
+        assert_eq!(told.unwrap().term, leader.term());
+    }
+    assert!(leader.resign().await.unwrap());
+    told.is_some()
+}
+
+// As with a lease.
+
+fn semaphore(permits: u32) -> Semaphore {
+    Semaphore::named(NAME, permits).unwrap()
+}
+
+/// What the one before gave back may take a moment.
+async fn permit(owner: &Owner, count: u32) -> Permit {
+    let some = semaphore(3).taking(count).unwrap();
+    until("permits are free", async || some.try_acquire(owner).await.unwrap()).await
+}
+
+async fn try_a_permit(scene: &Scene, cut: Cut) -> bool {
+    let two = semaphore(3).taking(2).unwrap();
+    let acquired = cut.cut(two.try_acquire(&scene.a)).await.map(Result::unwrap);
+    let completed = acquired.inspect(|permit| assert!(permit.as_ref().unwrap().is_held())).is_some();
+    // Nothing is stranded for the others.
+    assert!(permit(&scene.b, 3).await.release().await.unwrap());
+    completed
+}
+
+async fn acquire_permits_in_line(scene: &Scene, cut: Cut) -> bool {
+    let held = permit(&scene.b, 2).await;
+    let (over, is_over) = oneshot::channel();
+    let acquire = async {
+        let two = semaphore(3).taking(2).unwrap();
+        let acquired = cut.cut(two.acquire(&scene.a, Wait::forever())).await;
+        _ = over.send(());
+        acquired.map(Result::unwrap).is_some()
+    };
+    let release = async {
+        tokio::select! {
+            _ = is_over => {}
+            () = until("it is in line", async || {
+                (scene.count("SELECT count(*) FROM fencepost.waiters").await > 0).then_some(())
+            }) => {}
+        }
+        assert!(held.release().await.unwrap());
+    };
+    let completed = tokio::join!(acquire, release).0;
+    assert!(permit(&scene.b, 3).await.release().await.unwrap());
+    completed
+}
+
+async fn release_a_permit(scene: &Scene, cut: Cut) -> bool {
+    let held = permit(&scene.a, 3).await;
+    let released = cut.cut(held.release()).await.inspect(|released| assert!(*released.as_ref().unwrap()));
+    assert!(permit(&scene.b, 3).await.release().await.unwrap());
+    released.is_some()
+}
+
+// Once polled it happens; repeating it is harmless.
+async fn resize(scene: &Scene, cut: Cut) -> bool {
+    semaphore(3).resize(&scene.a).await.unwrap();
+    let completed = cut.cut(semaphore(5).resize(&scene.a)).await.map(Result::unwrap).is_some();
+    until("it has happened", async || {
+        (scene.count("SELECT permits::bigint FROM fencepost.semaphores").await == 5).then_some(())
+    })
+    .await;
+    semaphore(3).resize(&scene.a).await.unwrap();
+    completed
 }
 
 // Dropping the future stops what has been started: the scene allows no other owner and no session of one.

@@ -35,6 +35,9 @@ const LEFT_BEHIND: &str = "
         SELECT 'an attempt at ' || c.key FROM fencepost.claims c JOIN fencepost.owners o ON o.id = c.owner
          WHERE c.state = 'running' AND o.expires_at > clock_timestamp()
         UNION ALL
+        SELECT 'a permit of ' || p.semaphore FROM fencepost.permits p JOIN fencepost.owners o ON o.id = p.owner
+         WHERE p.released_at IS NULL AND o.expires_at > clock_timestamp()
+        UNION ALL
         SELECT 'a living owner ' || o.label FROM fencepost.owners o
          WHERE o.expires_at > clock_timestamp() AND o.label NOT IN ('a', 'b')
         UNION ALL

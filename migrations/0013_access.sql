@@ -15,7 +15,8 @@ BEGIN
     EXECUTE format('GRANT USAGE ON SCHEMA fencepost TO %s', p_role);
     FOREACH v_function IN ARRAY ARRAY[
         'owner_start', 'heartbeat', 'owner_stop', 'acquire', 'release', 'hand_over', 'withdraw', 'owned', 'wake_channel',
-        'fence', 'advance', 'advisory_key', 'advisory_note', 'advisory_locks', 'prune', 'version',
+        'fence', 'advance', 'leader', 'ask_to_resign', 'permit_acquire', 'semaphore_resize',
+        'advisory_key', 'advisory_note', 'advisory_locks', 'prune', 'version',
         'once', 'once_each', 'claim_enqueue', 'claim_begin', 'claim_next', 'claim_fence', 'claim_complete', 'claim_fail',
         'claim_give_back', 'claim_poisoned', 'claim_retry', 'claim_prune',
         'schedule_look', 'schedule_settle']
@@ -29,6 +30,6 @@ REVOKE ALL ON FUNCTION fencepost.allow(regrole) FROM PUBLIC;
 -- A library of version v works while compatible_from <= v <= version.
 CREATE FUNCTION fencepost.version() RETURNS TABLE (version integer, compatible_from integer)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-    SELECT 11, 11
+    SELECT 13, 13
 $$;
 REVOKE ALL ON FUNCTION fencepost.version() FROM PUBLIC;
