@@ -7,7 +7,7 @@ use serde::Deserialize;
 use sqlx::error::DatabaseError;
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
-use crate::token::FencingToken;
+use crate::token::{FencingToken, Version};
 
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -150,9 +150,10 @@ pub enum Error {
         source: sqlx::Error,
     },
 
-    /// [`transaction`](crate::transaction()) gave up: each run ended in a deadlock or a serialization failure. Nothing
-    /// was committed.
-    #[error("gave up after {attempts} attempts, each rolled back by a deadlock or a serialization failure")]
+    /// [`transaction`](crate::transaction()) gave up, since each run ended in a deadlock or a serialization failure; or
+    /// [`update_with`](crate::version::Versioned::update_with), since each time somebody else was faster. Nothing was
+    /// committed.
+    #[error("gave up after {attempts} attempts: each time others were in the way")]
     #[non_exhaustive]
     RetriesExhausted {
         /// How often it ran.
@@ -160,6 +161,44 @@ pub enum Error {
         /// The error of the last run, as the work returned it.
         #[source]
         source: Box<dyn StdError + Send + Sync>,
+    },
+
+    /// The row has another version than the one that was read: somebody has changed it. Nothing was changed. Read it
+    /// again, and decide anew.
+    #[error("conflict: the row was changed by somebody else{}", current.map(|v| format!("; it has version {v} by now")).unwrap_or_default())]
+    #[non_exhaustive]
+    Conflict {
+        /// The version that it has; none if Postgres does not say, under REPEATABLE READ and SERIALIZABLE.
+        current: Option<Version>,
+        /// Postgres's report (40001), if it gave one. The transaction is aborted by it.
+        #[source]
+        source: Option<sqlx::Error>,
+    },
+
+    /// There is no row with this key (any more). Nothing was changed.
+    #[error("gone: there is no row with this key")]
+    Gone,
+
+    /// The row is there with the version asked for, and was not changed all the same. It is no conflict: trying
+    /// again changes nothing.
+    #[error(
+        "suppressed: a row of {table} has the version asked for and was not changed: \
+         a trigger, a policy of row security or another condition of the statement prevented it"
+    )]
+    #[non_exhaustive]
+    Suppressed {
+        /// The table, quoted as SQL.
+        table: String,
+    },
+
+    /// The table does not keep its versions as it has to. Roll back, if something was changed.
+    #[error("{table} does not keep versions: {what}")]
+    #[non_exhaustive]
+    NotVersioned {
+        /// The table, quoted as SQL.
+        table: String,
+        /// What is wrong.
+        what: &'static str,
     },
 
     /// No connection of the given pool became free in time.
@@ -294,7 +333,8 @@ impl Error {
             | Self::PoolExhausted { .. }
             | Self::LockTableFull { .. }
             | Self::Busy { .. }
-            | Self::TimedOut { .. } => true,
+            | Self::TimedOut { .. }
+            | Self::Conflict { source: Some(_), .. } => true,
             Self::Database { source, .. } => is_transient(source),
             _ => false,
         }
@@ -322,7 +362,9 @@ impl Error {
             | Self::SchemaMissing { source }
             | Self::NotAllowed { source }
             | Self::Database { source, .. } => source,
-            Self::TimedOut { source, .. } | Self::LockTableFull { source, .. } => source.as_ref()?,
+            Self::TimedOut { source, .. }
+            | Self::LockTableFull { source, .. }
+            | Self::Conflict { source, .. } => source.as_ref()?,
             Self::RetriesExhausted { source, .. } => return report(&**source).map(PgDatabaseError::code),
             Self::StaleFence { .. } => return Some("LK001"),
             Self::Lost { .. } => return Some("LK002"),
@@ -333,6 +375,9 @@ impl Error {
             | Self::SchemaVersion { .. }
             | Self::TransactionPooler { .. }
             | Self::Busy { .. }
+            | Self::Gone
+            | Self::Suppressed { .. }
+            | Self::NotVersioned { .. }
             | Self::Stopped => return None,
         };
         server_error(source).map(PgDatabaseError::code)
@@ -426,6 +471,12 @@ pub(crate) fn is_refusal(error: &sqlx::Error) -> bool {
 /// Whether a lock was not to be had in time.
 pub(crate) fn is_lock_not_available(error: &sqlx::Error) -> bool {
     server_error(error).is_some_and(|error| error.code() == "55P03")
+}
+
+/// Whether somebody else has changed the row of this statement since the transaction's snapshot (or the row is on its
+/// way to another partition). Not the other kind of 40001, which is about all that the transaction has read.
+pub(crate) fn is_row_conflict(error: &sqlx::Error) -> bool {
+    server_error(error).is_some_and(|error| error.code() == "40001" && error.file() != Some("predicate.c"))
 }
 
 /// Whether the transaction that ended in this error is to be run again: a deadlock, a serialization failure or a stale

@@ -30,6 +30,8 @@
 //! - [`claim`]: do it once: once in a transaction, idempotency keys with a stored result, jobs.
 //! - [`row`]: row locks on your own tables, and the next rows of a queue that nobody else has.
 //! - [`Group`], [`Member`] and [`Partition`]: members share out partitions, and each has one writer.
+//! - [`version`]: no lock at all: a row is changed only by who has read it as it is.
+//! - [`schedule`]: once at each due time, whatever the number of servers and whatever their clocks say.
 //! - [`transaction()`]: runs again what Postgres rolled back, and nothing that may have been committed.
 //! - [`AdvisoryLock`]: the locks that Postgres itself has, without their traps: for a transaction, or
 //!   ([`HeldAdvisory`]) many on one connection for work that outlives one. [`Key`]: what they lock.
@@ -40,15 +42,18 @@
 //! # What it does not do
 //! It does not exclude side effects that check no token. It is not a job framework and not a driver.
 //!
-//! Longer reading: [`docs::fencing`], [`docs::failure`], [`docs::pooling`].
+//! Longer reading: [`docs::choosing`] (which lock for which problem), [`docs::fencing`], [`docs::failure`],
+//! [`docs::pooling`].
 
 pub mod claim;
 mod error;
 pub mod fence;
 pub mod migrate;
 pub mod row;
+pub mod schedule;
 #[cfg(all(feature = "test-util", unix))]
 pub mod testing;
+pub mod version;
 
 mod advisory;
 mod clock;
@@ -68,6 +73,7 @@ mod retry;
 mod savepoint;
 mod semaphore;
 mod sql;
+mod statement;
 mod token;
 mod wait;
 
@@ -83,11 +89,13 @@ pub use partition::{Change, Group, Member, Partition};
 pub use prune::{Pruned, prune};
 pub use retry::{Isolation, Work, transaction};
 pub use semaphore::{Permit, Semaphore};
-pub use token::{FencingToken, Grant, GrantId};
+pub use token::{FencingToken, Grant, GrantId, Version};
 pub use wait::Wait;
 
 /// Longer reading.
 pub mod docs {
+    #[doc = include_str!("../docs/choosing.md")]
+    pub mod choosing {}
     #[doc = include_str!("../docs/failure.md")]
     pub mod failure {}
     #[doc = include_str!("../docs/fencing.md")]

@@ -51,12 +51,13 @@ const MIGRATIONS: &[Migration] = migrations![
     9 "0009_claims",
     10 "0010_elections",
     11 "0011_semaphores",
-    12 "0012_partitions",
-    13 "0013_access",
+    12 "0012_schedules",
+    13 "0013_partitions",
+    14 "0014_access",
 ];
 
 /// The schema version that this library was written for: the number of its last migration.
-pub const VERSION: i32 = 13;
+pub const VERSION: i32 = 14;
 
 /// Makes whoever migrates wait for whoever does already. Arbitrary and fixed: "fence" in ASCII.
 const LOCK: &str = "SELECT pg_catalog.pg_advisory_xact_lock(439721161573)";

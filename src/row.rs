@@ -30,15 +30,14 @@
 use std::fmt;
 use std::time::Duration;
 
-use sqlx::postgres::{PgArguments, PgHasArrayType, PgRow, PgTransaction};
-use sqlx::{
-    Arguments as _, AssertSqlSafe, Connection as _, Encode, FromRow, PgConnection, Postgres, Row as _, Type,
-};
+use sqlx::postgres::{PgHasArrayType, PgRow, PgTransaction};
+use sqlx::{Encode, FromRow, PgConnection, Postgres, Row as _, Type};
 
-use crate::error::{self, Error, Result};
+use crate::error::{Error, Result};
 use crate::identifier::{Identifier, Table};
 use crate::savepoint::Savepoint;
 use crate::sql;
+use crate::statement::{Statement, Values};
 
 /// How to lock rows of a table: a definition, cheap to clone, without a connection.
 ///
@@ -282,7 +281,7 @@ impl RowLock {
         let Self { table, key: column, .. } = self;
         let skip = self.skips();
         let text = format!("SELECT t.* FROM {table} AS t WHERE t.{column} = $1 {}", self.clause(skip));
-        let statement = self.statement(text, bound(&key)?);
+        let statement = self.statement(text, Values::of(&key)?);
         let Some(rows) = self.within_its_time(tx, statement).await? else { return Ok(Locked::Busy) };
         if rows.len() > 1 {
             return Err(not_unique(column));
@@ -294,7 +293,7 @@ impl RowLock {
             return Ok(Locked::NotFound);
         }
         let text = format!("SELECT FROM {table} AS t WHERE t.{column} = $1 LIMIT 1");
-        let there = self.statement(text, bound(&key)?).rows(tx).await.map_err(failed)?;
+        let there = self.statement(text, Values::of(&key)?).rows(tx).await.map_err(failed)?;
         Ok(if there.is_empty() { Locked::NotFound } else { Locked::Busy })
     }
 
@@ -318,11 +317,11 @@ impl RowLock {
         R: for<'r> FromRow<'r, PgRow>,
         K: for<'q> Encode<'q, Postgres> + Type<Postgres> + PgHasArrayType + Clone,
     {
-        let mut args = bound(keys)?;
+        let mut values = Values::of(keys)?;
         if let Waits::AtMost(most) = self.waits {
-            add(&mut args, sql::micros(most))?;
+            values.add(sql::micros(most))?;
         }
-        let statement = self.statement(self.many(), args);
+        let statement = self.statement(self.many(), values);
         let all_or_none = match self.waits {
             Waits::NoWait => Some(Savepoint::open(tx, None).await.map_err(failed)?),
             // The bound has a savepoint of its own.
@@ -405,7 +404,7 @@ impl RowLock {
         if limit == 0 {
             return Err(Error::misuse("the next rows are at least one"));
         }
-        let Filter { text: condition, args } = filter;
+        let Filter { text: condition, values } = filter;
         let table = &self.table;
         let order: Vec<String> =
             order.iter().map(|Order { column, direction }| format!("t.{column} {direction}")).collect();
@@ -413,12 +412,12 @@ impl RowLock {
         let lock = self.clause(true);
         // A comment at the condition's end ends with its line.
         let text = format!("SELECT t.* FROM {table} AS t WHERE ({condition}\n) {order} LIMIT {limit} {lock}");
-        let rows = self.statement(text, args?).rows(tx).await.map_err(failed)?;
+        let rows = self.statement(text, values?).rows(tx).await.map_err(failed)?;
         rows.iter().map(read).collect()
     }
 
-    fn statement(&self, text: String, args: PgArguments) -> Statement {
-        Statement { text, args, named: !self.pooled }
+    fn statement(&self, text: String, values: Values) -> Statement {
+        Statement { text, values, named: !self.pooled }
     }
 
     /// NOWAIT would be an error that aborts the transaction.
@@ -510,7 +509,7 @@ impl Order {
 /// an advisory lock).
 pub struct Filter {
     text: &'static str,
-    args: Result<PgArguments>,
+    values: Result<Values>,
 }
 
 impl Filter {
@@ -523,13 +522,13 @@ impl Filter {
     /// Those for which this condition is true: what could stand after WHERE, with `$1`, `$2` … for the values.
     #[must_use]
     pub fn sql(condition: &'static str) -> Self {
-        Self { text: condition, args: Ok(PgArguments::default()) }
+        Self { text: condition, values: Ok(Values::default()) }
     }
 
     /// The value of the next parameter.
     #[must_use]
     pub fn bind<'q>(mut self, value: impl Encode<'q, Postgres> + Type<Postgres>) -> Self {
-        self.args = self.args.and_then(|mut args| add(&mut args, value).map(|()| args));
+        self.values = self.values.and_then(|mut values| values.add(value).map(|_| values));
         self
     }
 }
@@ -538,38 +537,6 @@ impl fmt::Debug for Filter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Filter").field("text", &self.text).finish_non_exhaustive()
     }
-}
-
-struct Statement {
-    /// Of our words, quoted names and the program's own condition.
-    text: String,
-    args: PgArguments,
-    /// Whether it has a name on its session, and is kept.
-    named: bool,
-}
-
-impl Statement {
-    async fn rows(self, conn: &mut PgConnection) -> sqlx::Result<Vec<PgRow>> {
-        let rows = sqlx::query_with(AssertSqlSafe(self.text), self.args)
-            .persistent(self.named)
-            .fetch_all(&mut *conn)
-            .await;
-        if rows.as_ref().is_err_and(|failure| error::is_stale_statement(failure)) {
-            // It says `t.*`, and a column has been added. This transaction is lost, the next one will prepare it anew.
-            conn.clear_cached_statements().await?;
-        }
-        rows
-    }
-}
-
-fn bound<'q>(value: impl Encode<'q, Postgres> + Type<Postgres>) -> Result<PgArguments> {
-    let mut args = PgArguments::default();
-    add(&mut args, value)?;
-    Ok(args)
-}
-
-fn add<'q>(args: &mut PgArguments, value: impl Encode<'q, Postgres> + Type<Postgres>) -> Result<()> {
-    args.add(value).map_err(|error| Error::misuse(format!("the value cannot be encoded: {error}")))
 }
 
 fn read<R: for<'r> FromRow<'r, PgRow>>(row: &PgRow) -> Result<R> {

@@ -7,6 +7,7 @@
 
 pub(crate) mod advisory;
 pub(crate) mod claim;
+pub(crate) mod schedule;
 
 use std::fmt::Write as _;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! What a grant hands out: the fencing token, and the grant it belongs to.
+//! The numbers that tell late from new: what a grant hands out, a fencing token and the grant it belongs to; and the
+//! version of a row.
 
 use std::fmt;
 use std::str::FromStr;
@@ -168,6 +169,34 @@ impl From<Grant> for String {
     }
 }
 
+/// The version of one row: it grows by each change, and the row is changed only by who knows it.
+///
+/// It is a `bigint` to Postgres, through sqlx and through tokio-postgres alike, and a number to serde. As an HTTP
+/// entity tag it is written by [`etag`](Self::etag) and read by [`IfMatch`](crate::version::IfMatch).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Version(i64);
+
+impl Version {
+    /// A version from a number, as read elsewhere. One that the row does not have is a conflict, and no harm.
+    #[must_use]
+    pub fn new(version: i64) -> Self {
+        Self(version)
+    }
+
+    /// The number.
+    #[must_use]
+    pub fn as_i64(self) -> i64 {
+        self.0
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
 /// Both codecs of a newtype by way of the plain type it is to Postgres.
 macro_rules! codec {
     ($newtype:ty as $plain:ty, |$value:ident| $plain_of:expr, |$read:ident| $newtype_of:expr) => {
@@ -232,6 +261,7 @@ macro_rules! codec {
 }
 
 codec!(FencingToken as i64, |token| token.0, |number| Ok(Self::new(number)?));
+codec!(Version as i64, |version| version.0, |number| Ok(Self(number)));
 codec!(GrantId as Uuid, |id| id.0, |uuid| Ok(Self(uuid)));
 codec!(Grant as String, |grant| grant.to_string(), |text| Ok(text.parse()?));
 

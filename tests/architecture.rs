@@ -15,13 +15,13 @@ const LAYERS: &[&[&str]] = &[
     // Words.
     &["clock", "error", "identifier", "json", "key", "mistake", "name", "token", "wait"],
     // Plumbing.
-    &["driver", "sql", "migrate", "pooler", "owner", "retry", "savepoint"],
+    &["driver", "sql", "migrate", "pooler", "owner", "retry", "savepoint", "statement"],
     // What Postgres itself holds.
     &["advisory", "row"],
     // What a table holds.
-    &["claim", "fence", "lease", "prune", "semaphore"],
+    &["claim", "fence", "lease", "prune", "semaphore", "version"],
     // Compositions.
-    &["election", "partition"],
+    &["election", "partition", "schedule"],
     // For people.
     &["testing"],
 ];

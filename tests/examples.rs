@@ -307,6 +307,69 @@ fn serial_queue_works_each_key_in_order() {
     prints("serial_queue", SERIAL_QUEUE);
 }
 
+const OPTIMISTIC_UPDATE: &str = r#"Without versions: two read, then both write what they have computed.
+  A writes 110
+  B writes 150
+  100, then deposits of 10 and 50: 150
+
+With versions: the second one is told, reads again and decides anew.
+  A writes 110 over version 1: updated, version 2
+  B writes 150 over version 1: conflict, it has version 2
+  B writes 160 over version 2: updated, version 3
+  100, then deposits of 10 and 50: 160
+
+Over HTTP the version is an entity tag.
+  GET                            -> 200, ETag: "3"
+  PUT, If-Match: "3"             -> 200, ETag: "4"
+  PUT, If-Match: "1"             -> 412 Precondition Failed
+  PUT, If-Match: W/"3"           -> 400 misuse: If-Match takes strong entity tags, this one is weak (W/)
+  PUT, If-Match: *               -> 200, ETag: "5"
+
+Several rows in one statement, each by its version: the losers are listed.
+  updated [3, 4], conflicts [2], gone [77]
+
+16 tasks add 1 to one account, 20 times each, with update_with.
+  100, then 320 deposits of 1: 420, version 321
+"#;
+
+#[test]
+fn optimistic_update_loses_no_deposit() {
+    prints("optimistic_update", OPTIMISTIC_UPDATE);
+}
+
+const ONE_ACTIVE_SUBSCRIPTION: &str = "\
+64 sign-ups at once, each an INSERT … ON CONFLICT DO NOTHING:
+  1 created, 63 were told that there is one; active: 1
+  one more, later: created: false
+  cancelled, then one more: created: true
+  a plain INSERT by somebody who knows of no rule: refused by one_active_per_user
+  active: 1
+
+The same with a lock, and no constraint: look whether there is one, then insert.
+  64 sign-ups, one after the other: active: 1
+  A looks under the lock: 0 active; then it pauses, for longer than its lock lasts
+  B takes the lock, looks: 0 active, and inserts
+  A wakes up, and inserts: active: 2
+  a script that knows of no lock inserts: active: 3
+";
+
+#[test]
+fn one_active_subscription_is_one() {
+    prints("one_active_subscription", ONE_ACTIVE_SUBSCRIPTION);
+}
+
+const NIGHTLY_ONCE: &str = "\
+Two servers, A's clock is a day behind, B's a day ahead; 5 nights.
+
+a timer in each server:   5 nights, 10 reports
+a schedule in each:       5 nights, 5 reports, 0 of them early
+";
+
+#[test]
+fn nightly_once_runs_each_night_once() {
+    prints("nightly_once", NIGHTLY_ONCE);
+}
+
 // A paused worker can notice nothing; it has to go all the same.
 #[test]
 #[cfg(target_os = "linux")]

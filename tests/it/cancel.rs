@@ -7,6 +7,8 @@
 mod cases;
 mod claim_cases;
 mod scene;
+mod schedule_cases;
+mod version_cases;
 
 use std::collections::BTreeSet;
 use std::future::{Future, poll_fn};

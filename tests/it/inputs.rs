@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use fencepost::row::{Order, RowLock};
-use fencepost::{Error, FencingToken, Grant, Group, Lease, LockName, Owner, Wait};
+use fencepost::version::{Changes, Versioned};
+use fencepost::{Error, FencingToken, Grant, Group, Lease, LockName, Owner, Version, Wait};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::Value;
@@ -62,6 +63,57 @@ fn a_lease_refuses_what_is_out_of_range() {
     assert!(is_plain_misuse(&lease.clone().metadata(&"nul\0").unwrap_err()));
     let not_json = std::collections::HashMap::from([((1, 2), 3)]);
     assert!(is_plain_misuse(&lease.metadata(&not_json).unwrap_err()));
+}
+
+#[tokio::test]
+async fn changes_that_cannot_be_are_refused_before_anything_is_sent() {
+    let table = || Versioned::on("accounts").unwrap();
+    for name in ["", "a.b.c", &"x".repeat(64)] {
+        assert!(is_plain_misuse(&Versioned::on(name).unwrap_err()), "{name:?}");
+    }
+    for name in ["", "nul\0", &"x".repeat(64)] {
+        assert!(is_plain_misuse(&table().key(name).unwrap_err()), "{name:?}");
+        assert!(is_plain_misuse(&table().version(name).unwrap_err()), "{name:?}");
+    }
+    // There is no such table: whatever is sent is another error.
+    let (_database, pool) = database().await;
+    let mut conn = pool.acquire().await.unwrap();
+    let one = Version::new(1);
+    for changes in [
+        || Changes::new().set("version", 7_i64),
+        || Changes::new().set("id", 7_i64),
+        || Changes::new().set("n", 7_i64).set("n", 8_i64),
+        || Changes::new().set("nul\0", 7_i64).set("n", 8_i64),
+        || Changes::new().set("n", 7_i64).set("", 8_i64),
+        || Changes::new().set("n", NotEncodable),
+        || Changes::new().set_each("n", &[7_i64]),
+    ] {
+        let table = table();
+        let refused = table.update(&mut conn, 7_i64, one, changes()).await.unwrap_err();
+        assert!(is_plain_misuse(&refused), "{refused:?}");
+        let refused = table.update_many(&mut conn, &[(7_i64, one), (8, one)], changes()).await.unwrap_err();
+        assert!(is_plain_misuse(&refused), "{refused:?}");
+    }
+    let twice = [(7_i64, one), (8, one), (7, one)];
+    let refused = table().update_many(&mut conn, &twice, Changes::new()).await.unwrap_err();
+    assert!(is_plain_misuse(&refused), "{refused:?}");
+}
+
+struct NotEncodable;
+
+impl sqlx::Type<sqlx::Postgres> for NotEncodable {
+    fn type_info() -> sqlx::postgres::PgTypeInfo {
+        <i64 as sqlx::Type<sqlx::Postgres>>::type_info()
+    }
+}
+
+impl sqlx::Encode<'_, sqlx::Postgres> for NotEncodable {
+    fn encode_by_ref(
+        &self,
+        _: &mut sqlx::postgres::PgArgumentBuffer,
+    ) -> Result<sqlx::encode::IsNull, sqlx::error::BoxDynError> {
+        Err("never".into())
+    }
 }
 
 /// Any time there is, and more often those at the edges.

@@ -45,11 +45,13 @@ mod prune;
 mod queue;
 mod retry;
 mod row;
+mod schedule;
 mod semaphore;
 mod serial_queue;
 #[path = "../support/sources.rs"]
 mod sources;
 mod sql;
 mod support;
+mod version;
 mod waiting;
 mod wire;

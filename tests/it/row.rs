@@ -687,3 +687,17 @@ async fn a_column_that_is_added_costs_each_connection_one_run_at_the_most() {
         }
     }
 }
+
+// A prepared statement is found by the driver by its text: it has to know the types, too.
+#[tokio::test(flavor = "multi_thread")]
+async fn keys_of_several_types_are_used_on_one_connection() {
+    let (_database, pool) = nine().await;
+    let mut tx = pool.begin().await.unwrap();
+    for lock in [accounts(), accounts().no_wait()] {
+        assert_eq!(lock.lock(&mut tx, 1_i64).await.unwrap(), Locked::Found(account(1, 100)));
+        assert_eq!(lock.lock(&mut tx, 2_i32).await.unwrap(), Locked::Found(account(2, 100)));
+        assert_eq!(lock.lock::<Account, _>(&mut tx, 77_i16).await.unwrap(), Locked::NotFound);
+        assert!(lock.lock_many::<Account, _>(&mut tx, &[1_i64, 2]).await.unwrap().is_complete());
+        assert!(lock.lock_many::<Account, _>(&mut tx, &[1_i32, 2]).await.unwrap().is_complete());
+    }
+}

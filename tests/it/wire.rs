@@ -5,7 +5,8 @@ use std::time::Duration;
 use fencepost::claim::{Claim, Jobs};
 use fencepost::row::{Filter, Locked, RowLock};
 use fencepost::testing::TestDatabase;
-use fencepost::{AdvisoryLock, Error, Isolation, Key, LossReason, Owner, transaction};
+use fencepost::version::{Changes, Current, Delete, Update, Versioned};
+use fencepost::{AdvisoryLock, Error, Isolation, Key, LossReason, Owner, Version, transaction};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{Executor as _, PgPool};
 
@@ -113,6 +114,75 @@ async fn row_locks_and_transactions_cost_the_round_trips_they_say() {
         assert!(trips <= 3, "{trips}");
         pool.acquire().await.unwrap();
     }
+}
+
+// What the documentation says that they cost. The answer to an update that was lost is never asked for again.
+#[tokio::test(flavor = "multi_thread")]
+async fn versions_cost_the_round_trips_they_say() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    pool.execute(
+        "CREATE TABLE data (id bigint PRIMARY KEY, n bigint, version bigint NOT NULL DEFAULT 1, text text);
+         INSERT INTO data SELECT generate_series(1, 9)",
+    )
+    .await
+    .unwrap();
+    let (data, one) = (Versioned::on("data").unwrap(), Version::new(1));
+    let changes = || Changes::new().set("n", 7_i64);
+    let mut conn = pool.acquire().await.unwrap();
+    // The first time the statements are prepared.
+    for (id, counts) in [(1_i64, false), (2, true)] {
+        let check = |what: &str, trips: u64, expected: u64| {
+            assert!(!counts || trips == expected, "{what}: {trips} round trips, not {expected}");
+        };
+        let (trips, read) = round_trips(&proxy, data.load::<(i64,), _>(&mut conn, id)).await;
+        assert_eq!(read.unwrap().unwrap().version, one);
+        check("load", trips, 1);
+        for (what, id) in [("updated", id), ("conflict", id), ("gone", 77)] {
+            let (trips, answer) = round_trips(&proxy, data.update(&mut conn, id, one, changes())).await;
+            answer.unwrap().into_result().err().map_or_else(|| assert_eq!(what, "updated"), drop);
+            check(what, trips, 1);
+        }
+        let rows = [(id, Version::new(2)), (77, one), (9, Version::new(5))];
+        let (trips, many) = round_trips(&proxy, data.update_many(&mut conn, &rows, changes())).await;
+        assert_eq!(many.unwrap().updated.len(), 1);
+        check("update_many", trips, 1);
+        // Somebody is faster while it waits: looked at once more.
+        let mut faster = observer.begin().await.unwrap();
+        sqlx::query("UPDATE data SET version = version + 1 WHERE id = $1")
+            .bind(id)
+            .execute(&mut *faster)
+            .await
+            .unwrap();
+        let update = round_trips(&proxy, data.update(&mut conn, id, Version::new(3), changes()));
+        let waits = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock')";
+        let ((trips, answer), ()) = tokio::join!(update, async {
+            until_true(&observer, "the update waits", waits).await;
+            faster.commit().await.unwrap();
+        });
+        assert_eq!(answer.unwrap(), Update::Conflict { current: Version::new(4) });
+        check("a race", trips, 2);
+        let (trips, deleted) = round_trips(&proxy, data.delete(&mut conn, id, Version::new(4))).await;
+        assert_eq!(deleted.unwrap(), Delete::Deleted);
+        check("delete", trips, 1);
+    }
+    drop(conn);
+    // The value tells which one is cut: after it was prepared, and executed.
+    let mut decided = Vec::new();
+    for (text, is_cut) in [("prepares", false), ("is cut", true)] {
+        if is_cut {
+            proxy.cut_answer_to(text);
+        }
+        let update = data.update_with(&pool, 3_i64, |read: Current<(i64,)>| {
+            decided.push(read.version.as_i64());
+            Ok::<_, Error>(Changes::new().set("text", text))
+        });
+        let done = within("the update", update).await;
+        assert_eq!(matches!(done, Err(Error::OutcomeUnknown { .. })), is_cut, "{done:?}");
+    }
+    assert_eq!((decided, proxy.cuts()), (vec![1, 2], 1));
+    let version: i64 =
+        sqlx::query_scalar("SELECT version FROM data WHERE id = 3").fetch_one(&observer).await.unwrap();
+    assert_eq!(version, 3, "it had happened");
 }
 
 // A refused try writes nothing: no transaction id, no WAL.

@@ -17,6 +17,8 @@ use super::claim_cases::{
     look_for_poison, once, once_each, release_an_attempt, retry_poison,
 };
 use super::scene::{Case, NAME, Scene};
+use super::schedule_cases::{run_due, slot_complete, slot_fence, slot_lost};
+use super::version_cases::{check_version, delete, load, update, update_many, update_with};
 use super::{Cut, after_polls, sweep};
 use crate::support::{connect, hold_when_free, lease, owner, until, until_true, within};
 
@@ -102,6 +104,16 @@ cases! {
     "Jobs::claim_next": claim_next_jobs,
     "claim::poisoned": look_for_poison,
     "claim::prune": forget_claims,
+    "Versioned::load": load,
+    "Versioned::update": update,
+    "Versioned::delete": delete,
+    "Versioned::update_many": update_many,
+    "Versioned::update_with": update_with,
+    "CheckVersion::check_version": check_version,
+    "Schedule::run_due": run_due,
+    "Slot::lost": slot_lost,
+    "Slot::fence": slot_fence,
+    "Slot::complete": slot_complete,
     "TestDatabase::create": create,
     "TestDatabase::create_on": create_on,
     "TestDatabase::terminate": terminate,

@@ -19,7 +19,8 @@ BEGIN
         'leader', 'ask_to_resign', 'permit_acquire', 'semaphore_resize',
         'advisory_key', 'advisory_note', 'advisory_locks', 'prune', 'version',
         'once', 'once_each', 'claim_enqueue', 'claim_begin', 'claim_next', 'claim_fence', 'claim_complete', 'claim_fail',
-        'claim_give_back', 'claim_poisoned', 'claim_retry', 'claim_prune']
+        'claim_give_back', 'claim_poisoned', 'claim_retry', 'claim_prune',
+        'schedule_look', 'schedule_settle']
     LOOP
         EXECUTE format('GRANT EXECUTE ON FUNCTION fencepost.%I TO %s', v_function, p_role);
     END LOOP;
@@ -30,6 +31,6 @@ REVOKE ALL ON FUNCTION fencepost.allow(regrole) FROM PUBLIC;
 -- A library of version v works while compatible_from <= v <= version.
 CREATE FUNCTION fencepost.version() RETURNS TABLE (version integer, compatible_from integer)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-    SELECT 13, 13
+    SELECT 14, 14
 $$;
 REVOKE ALL ON FUNCTION fencepost.version() FROM PUBLIC;
