@@ -111,8 +111,8 @@ async fn of_many_that_begin_at_once_one_has_the_attempt() {
     for round in 0..15 {
         let key = format!("round-{round}");
         let mut all = Vec::new();
-        for owner in owners.iter().cycle().take(12).cloned() {
-            let key = key.clone();
+        for owner in owners.iter().cycle().take(12) {
+            let (owner, key) = (owner.clone(), key.clone());
             all.push(tokio::spawn(async move { claim(&key).begin(&owner).await.unwrap() }));
         }
         let mut ours = Vec::new();
@@ -397,14 +397,13 @@ async fn it_ends_in_transactions_of_any_isolation() {
         sqlx::query(dead).bind(key).execute(&pool).await.unwrap();
         let next = recovered(&b, key).await;
         let refused = attempt.complete(&mut tx, isolation).await.unwrap_err();
-        match isolation {
-            "READ COMMITTED" => assert!(matches!(refused, Error::StaleFence { .. }), "{refused:?}"),
-            _ => {
-                assert!(matches!(refused, Error::SerializationFailure { .. }), "{refused:?}");
-                tx.rollback().await.unwrap();
-                let refused = complete(&pool, &attempt, &json!(1)).await.unwrap_err();
-                assert!(matches!(refused, Error::StaleFence { .. }), "{refused:?}");
-            }
+        if isolation == "READ COMMITTED" {
+            assert!(matches!(refused, Error::StaleFence { .. }), "{refused:?}");
+        } else {
+            assert!(matches!(refused, Error::SerializationFailure { .. }), "{refused:?}");
+            tx.rollback().await.unwrap();
+            let refused = complete(&pool, &attempt, &json!(1)).await.unwrap_err();
+            assert!(matches!(refused, Error::StaleFence { .. }), "{refused:?}");
         }
         drop(next);
     }

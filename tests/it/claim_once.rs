@@ -81,9 +81,9 @@ async fn a_second_caller_waits_for_the_outcome_of_the_first() {
         someone_waits(&pool).await;
         assert!(!second.is_finished());
         if commits {
-            first.commit().await.unwrap()
+            first.commit().await.unwrap();
         } else {
-            first.rollback().await.unwrap()
+            first.rollback().await.unwrap();
         }
         assert_eq!(within("the second", second).await.unwrap(), !commits);
         let mut third = pool.begin().await.unwrap();
