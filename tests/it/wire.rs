@@ -193,7 +193,7 @@ async fn a_lost_answer_to_claimed_jobs_strands_none() {
         (all.len() == 6).then_some(())
     })
     .await;
-    let keys: std::collections::HashSet<_> = all.iter().map(|attempt| attempt.key()).collect();
+    let keys: std::collections::HashSet<_> = all.iter().map(fencepost::claim::Attempt::key).collect();
     assert_eq!(keys.len(), 6);
     assert!(all.iter().all(|attempt| attempt.is_held() && attempt.crashes() == 0));
 }
