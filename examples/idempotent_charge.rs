@@ -60,10 +60,15 @@ async fn serve(name: &str, order: &str, cents: i64) -> Result {
             };
             (attempt, receipt)
         }
-        Begun::InProgress { by, .. } => return Ok(say("in-progress", by.as_deref().unwrap_or("somebody"))),
-        Begun::Replay(receipt) => return Ok(say("replay", receipt)),
-        Begun::Mismatch => return Ok(say("mismatch", order)),
-        Begun::Poison(poison) => return Ok(say("poison", poison.crashes)),
+        nothing_to_do => {
+            match nothing_to_do {
+                Begun::InProgress { by, .. } => say("in-progress", by.as_deref().unwrap_or("somebody")),
+                Begun::Replay(receipt) => say("replay", receipt),
+                Begun::Poison(poison) => say("poison", poison.crashes),
+                _ => say("mismatch", order),
+            }
+            return Ok(());
+        }
     };
     wait_for_a_line()?;
 

@@ -60,8 +60,10 @@ pub(crate) async fn read(pool: &PgPool) -> Claimed {
     Claimed { rows: rows.collect(), effects: effects.collect() }
 }
 
-/// Whether somebody else has begun it since; the server may be out of reach itself.
+/// Whether somebody else has begun it since, or it has been ready for long: others may be due before it. The server
+/// may be out of reach itself.
 pub(crate) async fn overtaken(pool: &PgPool, key: &str, token: i64) -> bool {
-    let overtaken = "SELECT token > $2 FROM fencepost.claims WHERE key = $1";
+    let overtaken = "SELECT token > $2 OR (state = 'ready' AND ended_at < clock_timestamp() - interval '1 s') \
+                     FROM fencepost.claims WHERE key = $1";
     sqlx::query_scalar(overtaken).bind(key).bind(token).fetch_one(pool).await.unwrap_or(false)
 }
