@@ -230,11 +230,11 @@ async fn versions_are_compare_and_set_registers_under_sixteen_writers() {
                     _ => row(&mut conn, 1).await,
                 };
                 known = Some((read, version));
-                let writes = 1_000 + writer * EACH + n;
+                let value = 1_000 + writer * EACH + n;
                 let began = Instant::now();
-                let answer = accounts().update(&mut conn, 1_i64, version, balance(writes)).await.unwrap();
+                let answer = accounts().update(&mut conn, 1_i64, version, balance(value)).await.unwrap();
                 let expected = version.as_i64();
-                ops.push(Op { began, ended: Instant::now(), expected, read, writes, answer });
+                ops.push(Op { began, ended: Instant::now(), expected, read, writes: value, answer });
             }
             ops
         });
