@@ -242,7 +242,7 @@ async fn a_late_completion_is_refused_with_its_effect() {
             write_down(slot, &a, &pool).await
         }
     });
-    let refused = within("the look", late).await.unwrap_err();
+    let refused = within("the look", Box::pin(late)).await.unwrap_err();
     assert!(refused.is_lost(), "{refused:?}");
     let by: Vec<String> = sqlx::query_scalar("SELECT by FROM runs").fetch_all(&pool).await.unwrap();
     assert_eq!(by, ["b"]);
@@ -269,7 +269,7 @@ async fn one_at_a_time_waits_for_the_slot_before() {
                 Ok::<_, Error>(())
             }
         });
-        assert_eq!(within("the look", during).await.unwrap().ran, [first]);
+        assert_eq!(within("the look", Box::pin(during)).await.unwrap().ran, [first]);
         assert_eq!(look(&after, &b, &pool).await.ran.is_empty(), !alone, "{name}: afterwards it is run");
     }
 }

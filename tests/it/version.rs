@@ -102,13 +102,13 @@ async fn who_waited_for_the_faster_one_is_told_its_version() {
         tx.execute(AssertSqlSafe(text.to_owned())).await.unwrap();
         let waiting = tokio::spawn({
             let pool = pool.clone();
-            async move { set(&mut *pool.acquire().await.unwrap(), id, 1, 7).await.unwrap() }
+            async move { set(&mut pool.acquire().await.unwrap(), id, 1, 7).await.unwrap() }
         });
         until_true(&pool, "the update waits", SOMEBODY_WAITS).await;
         if text == faster {
-            tx.commit().await.unwrap()
+            tx.commit().await.unwrap();
         } else {
-            tx.rollback().await.unwrap()
+            tx.rollback().await.unwrap();
         }
         assert_eq!(within("the update", waiting).await.unwrap(), answer, "{faster}");
     }
@@ -230,11 +230,11 @@ async fn versions_are_compare_and_set_registers_under_sixteen_writers() {
                     _ => row(&mut conn, 1).await,
                 };
                 known = Some((read, version));
-                let writes = 1_000 + writer * EACH + n;
+                let value = 1_000 + writer * EACH + n;
                 let began = Instant::now();
-                let answer = accounts().update(&mut conn, 1_i64, version, balance(writes)).await.unwrap();
+                let answer = accounts().update(&mut conn, 1_i64, version, balance(value)).await.unwrap();
                 let expected = version.as_i64();
-                ops.push(Op { began, ended: Instant::now(), expected, read, writes, answer });
+                ops.push(Op { began, ended: Instant::now(), expected, read, writes: value, answer });
             }
             ops
         });
@@ -271,7 +271,7 @@ async fn versions_are_compare_and_set_registers_under_sixteen_writers() {
     }
     assert_eq!(made.len() + refused, ops.len(), "nobody was told that the row is gone");
     assert!(refused > 50, "the writers did not meet: {refused}");
-    let end = row(&mut *pool.acquire().await.unwrap(), 1).await;
+    let end = row(&mut pool.acquire().await.unwrap(), 1).await;
     assert_eq!(end, (value, Version::new(i64::try_from(made.len()).unwrap() + 1)));
 }
 
@@ -296,7 +296,7 @@ async fn update_with_loses_no_update_under_sixteen_writers() {
         });
     }
     within("the writers", writers.join_all()).await;
-    assert_eq!(row(&mut *pool.acquire().await.unwrap(), 1).await, (260, Version::new(161)));
+    assert_eq!(row(&mut pool.acquire().await.unwrap(), 1).await, (260, Version::new(161)));
     assert!(tried.load(Ordering::SeqCst) > 160, "the writers did not meet");
 }
 
@@ -358,7 +358,7 @@ async fn update_with_decides_anew_under_every_default_isolation() {
             });
         }
         within("the writers", writers.join_all()).await;
-        assert_eq!(row(&mut *pool.acquire().await.unwrap(), 2).await.0, 100 + 40 * at, "{level}");
+        assert_eq!(row(&mut pool.acquire().await.unwrap(), 2).await.0, 100 + 40 * at, "{level}");
         strict.close().await;
     }
 }
@@ -402,7 +402,7 @@ async fn many_at_once_neither_deadlock_nor_lose_an_update() {
                 let mut values = Vec::new();
                 for n in 0..9 {
                     let id = 1 + (n * if writer % 2 == 0 { 1 } else { 8 } + writer + round) % 9;
-                    let (now, version) = row(&mut *pool.acquire().await.unwrap(), id).await;
+                    let (now, version) = row(&mut pool.acquire().await.unwrap(), id).await;
                     rows.push((id, version));
                     values.push(now + 1);
                 }
@@ -633,7 +633,7 @@ async fn partitions_generated_columns_and_views_keep_versions() {
     assert_eq!(set(&mut faster, 3, 1, 500).await.unwrap(), updated(2));
     let waiting = tokio::spawn({
         let pool = pool.clone();
-        async move { set(&mut *pool.acquire().await.unwrap(), 3, 1, 7).await }
+        async move { set(&mut pool.acquire().await.unwrap(), 3, 1, 7).await }
     });
     until_true(&pool, "the update waits", SOMEBODY_WAITS).await;
     faster.commit().await.unwrap();
