@@ -22,7 +22,7 @@
 //! | the process that runs it dies | the next look runs it again, as [recovered](Slot::recovered), when the owner's ttl is over |
 //! | it is paused meanwhile and wakes up late | its `complete` is refused, with the transaction that it is in |
 //! | nobody was there | by [`Missed`] |
-//! | the local time of a slot does not exist, or exists twice | see [`Schedule::cron`] |
+//! | the local time of a slot does not exist, or exists twice | see `Schedule::cron` (feature `cron`) |
 //! | the database's clock is set back | slots that are settled stay so |
 //!
 //! It is no job framework: you say when to look. Between two looks nothing is held and nothing runs.
