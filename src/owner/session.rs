@@ -186,7 +186,7 @@ impl Statements {
         again: &Call,
     ) -> Result<Vec<PgRow>> {
         let start = Moment::now();
-        let (mut call, mut in_doubt) = (first, false);
+        let (mut call, mut in_doubt, mut lost) = (first, false, false);
         let mut backoff = Backoff::new(Duration::from_millis(4), Duration::from_millis(250));
         let mut last = too_slow("waiting for a connection");
         loop {
@@ -197,12 +197,20 @@ impl Statements {
                 (call, in_doubt) = (again, true);
             }
             match answer {
-                Ok(Ok(rows)) => return Ok(rows),
+                Ok(Ok(rows)) => {
+                    // Another question was answered than the one whose answer is lost: what became of that is to be
+                    // looked up once more, since a look meanwhile was too early.
+                    if lost && !std::ptr::eq(first, again) {
+                        self.doubt();
+                    }
+                    return Ok(rows);
+                }
                 Ok(Err(error)) if !sent && !is_transient(&error) => return Err(Error::database(step, error)),
                 Ok(Err(error)) => last = error,
                 Err(_elapsed) if sent => self.doubt(),
                 Err(_elapsed) => {}
             }
+            lost |= sent;
             let left = start.after(self.source.bound).remaining();
             if left.is_zero() {
                 return Err(if in_doubt {

@@ -129,7 +129,7 @@ async fn a_job_that_somebody_is_at_is_passed_over() {
     let lock = "SELECT FROM fencepost.claims WHERE key IN ('mail-0000', 'mail-0002') FOR UPDATE";
     sqlx::raw_sql(lock).execute(&mut *at_it).await.unwrap();
     assert_eq!(keys(&within("the next jobs", next(&a, 3)).await), ["mail-0001"]);
-    drop(at_it);
+    at_it.rollback().await.unwrap();
     until("the others", async || (next(&a, 3).await.len() == 2).then_some(())).await;
 }
 

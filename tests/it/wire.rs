@@ -248,24 +248,32 @@ async fn a_lost_answer_to_a_begin_is_asked_for_again() {
     assert!(attempt.is_held() && attempt.release().await.unwrap());
 }
 
-// Jobs that were claimed for an answer that never came are no longer claimed, though their owner lives.
+// Jobs that were claimed for an answer that never came are no longer claimed, though their owner lives; also when
+// they were all that there were, so that asking again finds nothing (found by the histories under faults). When the
+// database's list is looked at beside the second question it is too early: many rounds, to meet that.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lost_answer_to_claimed_jobs_strands_none() {
     let (_database, observer, proxy, pool) = through_proxy().await;
-    let (a, jobs) = (owner(&pool, "a", LONG).await, Jobs::of_kind("mail-7").unwrap());
-    let enqueue = "SELECT count(fencepost.claim_enqueue('job-' || n, 'mail-7')) FROM generate_series(1, 6) n";
-    sqlx::query(enqueue).execute(&observer).await.unwrap();
-    proxy.cut_answer_to("mail-7");
-    let mut all = within("the jobs", jobs.claim_next(&a, 3)).await.unwrap();
-    assert_eq!((proxy.cuts(), all.len()), (1, 3));
-    until("the others", async || {
-        all.extend(jobs.claim_next(&a, 3).await.unwrap());
-        (all.len() == 6).then_some(())
-    })
-    .await;
-    let keys: std::collections::HashSet<_> = all.iter().map(fencepost::claim::Attempt::key).collect();
-    assert_eq!(keys.len(), 6);
-    assert!(all.iter().all(|attempt| attempt.is_held() && attempt.crashes() == 0));
+    let a = owner(&pool, "a", LONG).await;
+    for round in 0..40 {
+        let (count, again) = if round == 0 { (6, 3) } else { (3, 0) };
+        let kind = format!("mail-{round}-");
+        let jobs = Jobs::of_kind(&kind).unwrap();
+        let enqueue =
+            "SELECT count(fencepost.claim_enqueue($1 || n, $1)) FROM generate_series(1, $2::integer) n";
+        sqlx::query(enqueue).bind(&kind).bind(count).execute(&observer).await.unwrap();
+        proxy.cut_answer_to(&kind);
+        let mut all = within("the jobs", jobs.claim_next(&a, 3)).await.unwrap();
+        assert_eq!((proxy.cuts(), all.len()), (round + 1, again));
+        until("the others", async || {
+            all.extend(jobs.claim_next(&a, 3).await.unwrap());
+            (all.len() == usize::try_from(count).unwrap()).then_some(())
+        })
+        .await;
+        let keys: std::collections::HashSet<_> = all.iter().map(fencepost::claim::Attempt::key).collect();
+        assert_eq!(keys.len(), all.len());
+        assert!(all.iter().all(|attempt| attempt.is_held() && attempt.crashes() == 0));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

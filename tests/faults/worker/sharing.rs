@@ -25,7 +25,7 @@ pub(crate) fn names() -> Vec<String> {
 }
 
 pub(super) fn are_partitions(names: &[String]) -> bool {
-    names.iter().all(|name| name.contains('\t'))
+    !names.is_empty() && names.iter().all(|name| name.contains('\t'))
 }
 
 /// Membership after membership, until told to end.
