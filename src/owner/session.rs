@@ -186,7 +186,7 @@ impl Statements {
         again: &Call,
     ) -> Result<Vec<PgRow>> {
         let start = Moment::now();
-        let (mut call, mut in_doubt, mut lost) = (first, false, false);
+        let (mut call, mut in_doubt, mut unheard) = (first, false, false);
         let mut backoff = Backoff::new(Duration::from_millis(4), Duration::from_millis(250));
         let mut last = too_slow("waiting for a connection");
         loop {
@@ -200,7 +200,7 @@ impl Statements {
                 Ok(Ok(rows)) => {
                     // Another question was answered than the one whose answer is lost: what became of that is to be
                     // looked up once more, since a look meanwhile was too early.
-                    if lost && !std::ptr::eq(first, again) {
+                    if unheard && !std::ptr::eq(first, again) {
                         self.doubt();
                     }
                     return Ok(rows);
@@ -210,7 +210,7 @@ impl Statements {
                 Err(_elapsed) if sent => self.doubt(),
                 Err(_elapsed) => {}
             }
-            lost |= sent;
+            unheard |= sent;
             let left = start.after(self.source.bound).remaining();
             if left.is_zero() {
                 return Err(if in_doubt {

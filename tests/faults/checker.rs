@@ -366,9 +366,19 @@ fn log_is_in_order(facts: &Facts, report: &mut Report) {
 /// the lease back first, nobody else may have it before, and no signal and no fence may say otherwise.
 fn nothing_after_a_later_grant(facts: &Facts, steps: &[Step], grants: &Grants, report: &mut Report) {
     let written: HashSet<(i32, i64)> = facts.log.iter().map(|row| (row.process, row.op)).collect();
-    let ends = steps.iter().filter(|step| step.kind == Kind::End);
-    let given_back: HashMap<(i32, Option<i64>), u64> =
-        ends.map(|step| ((step.process, step.token), step.began)).collect();
+    // An attempt at a claim ends with its completion as well: from COMMIT on nobody relies on it.
+    let mut given_back: HashMap<(i32, Option<i64>), u64> = HashMap::new();
+    for step in steps {
+        let end = match step.kind {
+            Kind::End => Some(step.began),
+            Kind::Complete => step.commit,
+            _ => None,
+        };
+        if let Some(end) = end {
+            let first = given_back.entry((step.process, step.token)).or_insert(end);
+            *first = end.min(*first);
+        }
+    }
     // The first in time stays.
     let mut told: HashMap<(i32, Option<i64>), u64> = HashMap::new();
     for step in steps.iter().filter(|step| step.kind == Kind::Lost || step.is_rejected()) {

@@ -86,6 +86,11 @@ impl Finding {
     }
 }
 
+/// Whether this run is to write the report.
+pub(crate) fn is_wanted() -> bool {
+    std::env::var_os("FENCEPOST_FAULTS_REPORT").is_some()
+}
+
 pub(crate) fn result_file() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("finding-{}.json", std::process::id()))
 }

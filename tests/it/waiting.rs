@@ -18,15 +18,15 @@ const NO_TICKET: &str = "SELECT NOT EXISTS (SELECT FROM fencepost.waiters)";
 
 /// Begins to wait, and returns when it is in line.
 async fn queue(pool: &PgPool, owner: &Owner, lease: &Lease, wait: Wait) -> JoinHandle<Result<HeldLease>> {
-    let tickets = async || {
-        let count: i64 =
-            sqlx::query_scalar("SELECT count(*) FROM fencepost.waiters").fetch_one(pool).await.unwrap();
-        count
+    // The newest, not how many: one of somebody who has given up may be on its way back.
+    let newest = async || {
+        let newest = "SELECT coalesce(max(ticket), 0) FROM fencepost.waiters";
+        sqlx::query_scalar::<_, i64>(newest).fetch_one(pool).await.unwrap()
     };
-    let before = tickets().await;
+    let before = newest().await;
     let (owner, lease) = (owner.clone(), lease.clone());
     let waiting = tokio::spawn(async move { lease.acquire(&owner, wait).await });
-    until("it is in line", async || (tickets().await > before).then_some(())).await;
+    until("it is in line", async || (newest().await > before).then_some(())).await;
     waiting
 }
 
