@@ -155,10 +155,10 @@ impl Schedule {
     /// [`MAX_PERIOD`](Self::MAX_PERIOD) or has a part of a microsecond.
     pub fn offset(mut self, by: Duration) -> Result<Self> {
         let by = rule::micros(by, Duration::ZERO, Self::MAX_PERIOD, "an offset")?;
-        match &mut self.rule {
-            Rule::Every { offset, .. } => *offset = by,
-            _ => return Err(Error::misuse("an offset is for slots that come every so often")),
-        }
+        let Rule::Every { offset, .. } = &mut self.rule else {
+            return Err(Error::misuse("an offset is for slots that come every so often"));
+        };
+        *offset = by;
         Ok(self)
     }
 
