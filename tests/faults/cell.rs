@@ -48,6 +48,11 @@ impl Cell {
         !self.suspended.iter().any(|(suspended, _)| *suspended == invariant)
     }
 
+    /// Whether a holder's answers get late before none comes any more.
+    pub(crate) fn fades_out(&self) -> bool {
+        self.faults.iter().any(|(_, fault)| *fault == Fault::Slow)
+    }
+
     /// Whether the server's memory, with all unlogged tables, is lost on the way.
     pub(crate) fn forgets(&self) -> bool {
         self.faults.iter().any(|(_, fault)| matches!(fault, Fault::Crash | Fault::FailOver))
@@ -152,7 +157,7 @@ pub(crate) const LEADERS: Cell = Cell {
 
 pub(crate) const PERMITS: Cell = Cell {
     name: "permits",
-    how: "six processes share three permits of each name; the same faults",
+    how: "six processes share three permits; the same faults, and SIGSTOP inside a fenced transaction",
     mode: Mode::Permits,
     pauses: false,
     needs: &["permits", "writes under a permit", "losses signalled"],
@@ -234,7 +239,7 @@ pub(crate) const BLACK_HOLE: Cell = Cell {
 
 pub(crate) const SLOW_NETWORK: Cell = Cell {
     name: "slow network",
-    how: "proxies delay what is asked or answered by up to 0.3 ttl, and now and then pass nothing",
+    how: "proxies delay what is asked or answered by up to 0.3 ttl, and pass nothing: to some at random, to some that hold",
     ttl: (150, 300),
     setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
     faults: &[(2, Fault::Slow), (1, Fault::BlackHole)],

@@ -100,6 +100,8 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let count = match cell.mode {
         Mode::Wait => NAMES.len(),
         Mode::Claim => 0,
+        // All want more of it than there is.
+        Mode::Permits => 1,
         _ => 3,
     };
     let kind = match cell.mode {
@@ -214,7 +216,9 @@ async fn inject(
                     fleet.refuse(target);
                 } else if fleet.is_losing() {
                     striking.spawn(stop_until_its_token_is_issued_again(Arc::clone(fleet), target, ask));
-                } else if cell.pauses || cell.mode == Mode::Claim {
+                } else if cell.fades_out() && ask.place != Place::Fenced && ask.token % 4 > 0 {
+                    striking.spawn(fade_out(Arc::clone(fleet), target, ask));
+                } else if cell.pauses || matches!(cell.mode, Mode::Claim | Mode::Permits) {
                     striking.spawn(stop_where_it_hurts(Arc::clone(fleet), target, ask));
                 } else {
                     fleet.refuse(target);
@@ -282,6 +286,7 @@ async fn stop_where_it_hurts(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Opt
         (true, Place::Fenced) => "paused in a fenced transaction",
         (true, Place::Twin) => "paused in an unfenced write",
         (true, Place::Idle) => "paused holding",
+        (true, Place::Permit) => "paused in a write under a permit",
         (true, Place::Claimed) => "paused with a claim",
         (true, Place::Completing) => "paused completing a claim",
     })
@@ -314,28 +319,47 @@ async fn stop_until_its_token_is_issued_again(
     again.then_some("paused over a failover")
 }
 
+/// Answers come later to this holder, then nothing passes any more, until somebody else has been granted a larger token
+/// and a while after.
+async fn fade_out(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Option<&'static str> {
+    let Some(ttl) = fleet.ttl(target).filter(|_| fleet.take(target)) else {
+        fleet.refuse(target);
+        return None;
+    };
+    let proxy = fleet.stage().proxy(target.place());
+    proxy.slow(Duration::ZERO, ttl * 3 / 10);
+    // Long enough for a heartbeat and its late answer.
+    sleep(ttl * 8 / 10).await;
+    proxy.black_hole(true);
+    let from = now();
+    let overtaken = timeout(BLOCKED_FOR, overtaken(&fleet, &ask)).await.is_ok();
+    sleep(ttl / 2).await;
+    let until = now();
+    proxy.slow(Duration::ZERO, Duration::ZERO);
+    proxy.black_hole(false);
+    fleet.cut_off(target, (from, until));
+    fleet.refuse(target);
+    Some(if overtaken { "faded out" } else { BLOCKED })
+}
+
 async fn overtaken(fleet: &Fleet, ask: &Ask) {
-    let is_claim = matches!(ask.place, Place::Claimed | Place::Completing);
-    loop {
-        if is_claim {
-            if claims::overtaken(&fleet.stage().pool(), &ask.name, ask.token).await {
-                return;
-            }
-            sleep(Duration::from_millis(1)).await;
-            continue;
-        }
-        let overtaken = sqlx::query_scalar(
-            "SELECT (SELECT token FROM fencepost.leases WHERE name = $1) <> $2 \
-             AND (NOT $3 OR (SELECT value FROM twin WHERE name = $1) > $4)",
-        );
-        let overtaken = overtaken.bind(&ask.name).bind(ask.token);
-        let overtaken = overtaken.bind(ask.place == Place::Twin).bind(ask.value);
-        // The server may be out of reach itself.
-        if overtaken.fetch_one(&fleet.stage().pool()).await.unwrap_or(false) {
-            return;
-        }
+    while !is_overtaken(&fleet.stage().pool(), ask).await {
         sleep(Duration::from_millis(1)).await;
     }
+}
+
+/// Not if the server is out of reach itself.
+async fn is_overtaken(pool: &PgPool, ask: &Ask) -> bool {
+    let query = match ask.place {
+        Place::Claimed | Place::Completing => return claims::overtaken(pool, &ask.name, ask.token).await,
+        Place::Fenced | Place::Idle => "SELECT token <> $2 FROM fencepost.leases WHERE name = $1",
+        Place::Twin => {
+            "SELECT l.token <> $2 AND t.value > $3 FROM fencepost.leases l JOIN twin t USING (name) WHERE name = $1"
+        }
+        Place::Permit => "SELECT NOT EXISTS (SELECT FROM fencepost.permits WHERE token = $2)",
+    };
+    let query = sqlx::query_scalar(query).bind(&ask.name).bind(ask.token).bind(ask.value);
+    query.fetch_one(pool).await.unwrap_or(false)
 }
 
 /// I12: how long until each name is granted anew.

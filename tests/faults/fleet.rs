@@ -190,9 +190,12 @@ impl Fleet {
 
     /// Nobody else stops it from now on, until [`cut_off`](Self::cut_off) says that it was.
     pub(crate) fn any_to_cut_off(&self) -> Option<Target> {
-        let target = self.any_to_stop()?;
-        let free = self.with(target, |worker| !std::mem::replace(&mut worker.taken, true));
-        (free == Some(true)).then_some(target)
+        self.any_to_stop().filter(|target| self.take(*target))
+    }
+
+    /// Whether nobody has stopped or cut off this one; nobody else does from now on.
+    pub(crate) fn take(&self, target: Target) -> bool {
+        self.with(target, |worker| !std::mem::replace(&mut worker.taken, true)) == Some(true)
     }
 
     /// A place in the fleet, and the ttl there.

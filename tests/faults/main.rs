@@ -266,6 +266,7 @@ async fn notices(canary: Canary) -> Finding {
         print(plan, &outcome, &report);
         fs::remove_dir_all(&outcome.folder).unwrap();
         if !report.broken(canary.breaks).is_empty() {
+            println!("  noticed in run {}", round + 1);
             return Finding::of(plan, &outcome, &report);
         }
     }

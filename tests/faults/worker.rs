@@ -145,6 +145,8 @@ pub(crate) enum Place {
     Twin,
     /// While it holds and does nothing.
     Idle,
+    /// In a fenced transaction under a permit.
+    Permit,
     /// With an attempt at a claim.
     Claimed,
     /// In a transaction in which it has completed one.

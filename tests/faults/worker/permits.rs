@@ -4,10 +4,11 @@
 use std::time::Duration;
 
 use fencepost::{Error, HeldLease, Permit, Semaphore, Wait};
+use sqlx::AssertSqlSafe;
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::{DEADLINE, Hold, Worker};
+use super::{DEADLINE, Hold, Place, Worker};
 use crate::history::{CANCELLED, Kind, Phase, REJECTED, TIMED_OUT};
 
 /// What the names of semaphores begin with.
@@ -97,7 +98,7 @@ impl Worker {
         let (name, token) = (permit.name().as_str(), permit.token().as_i64());
         let record = |phase| self.record(op, Kind::Use, phase, name).token(token);
         self.history.write(&record(Phase::Invoke));
-        let tx = match permit.begin(&self.pool).await {
+        let mut tx = match permit.begin(&self.pool).await {
             Ok(tx) => tx,
             Err(error) => {
                 let why = if error.is_lost() { REJECTED } else { "not begun" };
@@ -105,6 +106,12 @@ impl Worker {
             }
         };
         sleep(self.think(0, 40)).await;
+        if self.percent(25) {
+            // It is at work when its process stops, and for as long as that has not been noticed.
+            let long = format!("SELECT pg_sleep({})", self.orders.ttl.as_secs_f64());
+            let long = sqlx::raw_sql(AssertSqlSafe(long)).execute(&mut *tx);
+            drop(tokio::join!(long, self.ask_to_be_stopped(Place::Permit, permit, 0)));
+        }
         self.history.write(&record(Phase::Commit));
         let (phase, why) = match tx.commit().await {
             Ok(()) => (Phase::Ok, String::new()),
