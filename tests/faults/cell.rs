@@ -19,6 +19,8 @@ pub(crate) struct Cell {
     /// How it is made, in a few words.
     pub(crate) how: &'static str,
     pub(crate) mode: Mode,
+    /// How many names they contend for.
+    pub(crate) names: usize,
     pub(crate) workers: usize,
     pub(crate) seconds: u64,
     /// The least and the most, in milliseconds.
@@ -64,6 +66,7 @@ const TRYING: Cell = Cell {
     name: "",
     how: "",
     mode: Mode::Try,
+    names: 3,
     workers: 6,
     seconds: 4,
     ttl: (50, 150),
@@ -80,6 +83,7 @@ const TRYING: Cell = Cell {
 /// Eight tasks in each process wait in line for four names.
 const WAITING: Cell = Cell {
     mode: Mode::Wait,
+    names: 4,
     workers: 5,
     ttl: (500, 1_000),
     habits: Habits { connections: 4, ..Habits::PLAIN },
@@ -159,6 +163,8 @@ pub(crate) const PERMITS: Cell = Cell {
     name: "permits",
     how: "six processes share three permits; the same faults, and SIGSTOP inside a fenced transaction",
     mode: Mode::Permits,
+    // All want more of it than there is.
+    names: 1,
     pauses: false,
     needs: &["permits", "writes under a permit", "losses signalled"],
     ..LEADERS
@@ -326,6 +332,8 @@ pub(crate) const FAILOVER: Cell = Cell {
 pub(crate) const FAILOVER_LOSSY: Cell = Cell {
     name: "failover, asynchronous",
     how: "the standby has stopped receiving when it is promoted: commits are lost, their tokens are issued again, and then their paused holders wake up",
+    // So that the first token that is issued again is for the same name.
+    names: 1,
     ttl: (2_000, 3_000),
     habits: Habits { dozes: true, ..Habits::PLAIN },
     setting: Setting { standby: Some(false), ..FAILOVER.setting },
@@ -443,6 +451,8 @@ pub(crate) const NOTIFICATIONS: Cell = Cell {
 /// A thousand claims, and more when they are done; begun by key or taken in batches.
 const CLAIMING: Cell = Cell {
     mode: Mode::Claim,
+    // Claims have names of their own.
+    names: 0,
     workers: 8,
     ttl: (100, 300),
     pauses: false,

@@ -35,7 +35,7 @@ pub(crate) const BLOCKED_FOR: Duration = Duration::from_secs(10);
 /// No more than these are stopped or out of reach at a time: somebody must take over.
 pub(crate) const MOST_STOPPED: usize = 3;
 
-/// Names to contend for, and more of them to wait for.
+/// Names to contend for.
 const NAMES: [&str; 4] = ["amber", "birch", "cedar", "dogwood"];
 
 const TABLES: &str = "\
@@ -97,13 +97,6 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let cell = plan.cell;
     let stage = Arc::new(Stage::set(cell.setting, cell.workers).await?);
     let pool = stage.pool();
-    let count = match cell.mode {
-        Mode::Wait => NAMES.len(),
-        Mode::Claim => 0,
-        // All want more of it than there is.
-        Mode::Permits => 1,
-        _ => 3,
-    };
     let kind = match cell.mode {
         Mode::Lead => ELECTION,
         Mode::Permits => SEMAPHORE,
@@ -113,7 +106,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let names: Vec<String> = if cell.mode == Mode::Share {
         sharing::names()
     } else {
-        NAMES.iter().take(count).map(|name| format!("{kind}{name}")).collect()
+        NAMES.iter().take(cell.names).map(|name| format!("{kind}{name}")).collect()
     };
     sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
     for fill in
@@ -214,7 +207,7 @@ async fn inject(
             Some((target, ask)) = asked.recv() => {
                 if fleet.stopped() >= MOST_STOPPED {
                     fleet.refuse(target);
-                } else if fleet.is_losing() {
+                } else if fleet.is_lost(ask.token) {
                     striking.spawn(stop_until_its_token_is_issued_again(Arc::clone(fleet), target, ask));
                 } else if cell.fades_out() && ask.place != Place::Fenced && ask.token % 4 > 0 {
                     striking.spawn(fade_out(Arc::clone(fleet), target, ask));

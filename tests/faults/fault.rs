@@ -174,11 +174,19 @@ impl Fault {
             }
             Self::FailOver => {
                 let loss = async {
-                    fleet.set_losing(true);
+                    let last = sqlx::query_scalar("SELECT last_value FROM fencepost.fencing_token");
+                    fleet.keep(last.fetch_one(&stage.pool()).await.ok());
                     sleep(Duration::from_millis(dice.between(300, 600))).await;
+                    // Until somebody is stopped whose grant will be lost; some hold for long.
+                    let one = async {
+                        while fleet.stopped() == 0 {
+                            sleep(Duration::from_millis(1)).await;
+                        }
+                    };
+                    drop(timeout(Duration::from_secs(5), one).await);
                 };
                 let outage = stage.fail_over(loss).await?;
-                fleet.set_losing(false);
+                fleet.keep(None);
                 fleet.failed_over(outage);
                 Some(())
             }

@@ -5,7 +5,7 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -61,8 +61,8 @@ pub(crate) struct Fleet {
     /// Taken by the fault that concerns everybody, one at a time.
     server_fault: tokio::sync::Mutex<()>,
     failover: Mutex<Option<u64>>,
-    /// What is committed now will be lost.
-    losing: AtomicBool,
+    /// The grants of larger tokens will be lost.
+    kept: AtomicI64,
     folder: PathBuf,
     names: Vec<String>,
     plan: Plan,
@@ -90,7 +90,7 @@ impl Fleet {
         };
         let (workers, started, stops) = (Mutex::default(), Mutex::new(0), Mutex::default());
         let (dice, failed, failover) = (Mutex::new(Dice::new(plan.seed)), Mutex::default(), Mutex::default());
-        let (server_fault, losing) = (tokio::sync::Mutex::default(), AtomicBool::new(false));
+        let (server_fault, kept) = (tokio::sync::Mutex::default(), AtomicI64::new(i64::MAX));
         Ok(Self {
             workers,
             dice,
@@ -101,7 +101,7 @@ impl Fleet {
             stage,
             server_fault,
             failover,
-            losing,
+            kept,
             folder,
             names,
             plan,
@@ -276,12 +276,14 @@ impl Fleet {
         lock(&self.stops).extend(stops);
     }
 
-    pub(crate) fn is_losing(&self) -> bool {
-        self.losing.load(Ordering::SeqCst)
+    /// A failover will lose, or has lost, the grant of this token.
+    pub(crate) fn is_lost(&self, token: i64) -> bool {
+        token > self.kept.load(Ordering::SeqCst)
     }
 
-    pub(crate) fn set_losing(&self, losing: bool) {
-        self.losing.store(losing, Ordering::SeqCst);
+    /// The last token that a failover keeps; none: there is no failover now.
+    pub(crate) fn keep(&self, last: Option<i64>) {
+        self.kept.store(last.unwrap_or(i64::MAX), Ordering::SeqCst);
     }
 
     pub(crate) fn failed_over(&self, outage: (u64, u64)) {

@@ -62,7 +62,7 @@ use crate::worker::Mode;
 static RUNNING: Mutex<()> = Mutex::const_new(());
 
 /// How often a canary may go unnoticed before that is a failure; most are noticed in the first run.
-const TRIES: u64 = 5;
+const TRIES: u64 = 8;
 
 /// How long a run that has to notice a canary takes.
 const SHORT: Duration = Duration::from_secs(4);
