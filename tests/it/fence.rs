@@ -206,7 +206,7 @@ async fn the_idle_bound_is_the_ttl_never_above_the_callers() {
     for (own, held, least, most) in [
         (0, &held, ttl, ttl),
         (2 * ttl, &held, ttl, ttl),
-        (5, &held, 5, 5),
+        (ttl - 1, &held, ttl - 1, ttl - 1),
         (0, &capped, 1, i64::try_from(TOUGH.as_millis()).unwrap()),
     ] {
         let set = format!(
