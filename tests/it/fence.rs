@@ -196,7 +196,7 @@ async fn an_idle_fenced_transaction_is_ended_after_the_ttl() {
 async fn the_idle_bound_is_the_ttl_never_above_the_callers() {
     let (_database, pool) = database().await;
     let held = hold(&owner(&pool, "a", LONG).await, "account").await;
-    let capped = lease("capped").at_most(TOUGH).unwrap();
+    let capped = lease("capped").at_most(LONG / 2).unwrap();
     let capped = capped.try_acquire(&owner(&pool, "b", LONG).await).await.unwrap().unwrap();
     let mut conn = pool.acquire().await.unwrap();
     let show = "SELECT (extract(epoch FROM current_setting('idle_in_transaction_session_timeout')::interval) * 1000)::bigint AS idle, \
@@ -207,7 +207,7 @@ async fn the_idle_bound_is_the_ttl_never_above_the_callers() {
         (0, &held, ttl, ttl),
         (2 * ttl, &held, ttl, ttl),
         (ttl - 1, &held, ttl - 1, ttl - 1),
-        (0, &capped, 1, i64::try_from(TOUGH.as_millis()).unwrap()),
+        (0, &capped, 1, i64::try_from((LONG / 2).as_millis()).unwrap()),
     ] {
         let set = format!(
             "SET idle_in_transaction_session_timeout = {own}; SET client_connection_check_interval = 5000"
