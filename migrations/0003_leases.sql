@@ -319,7 +319,8 @@ REVOKE ALL ON FUNCTION fencepost.owned(uuid) FROM PUBLIC;
 -- revoke(name, token): for operators, granted to no application. Ends the hold of whoever has the lease, or
 -- only of this token, at once: new fences of it are refused (one whose snapshot is older than this may still
 -- pass, and is waited for), and the next grant, to the head of the queue, waits for the fences still open. The
--- holder is told by its next heartbeat. revoked: there was a grant to end, alive or not.
+-- holder is told by its next heartbeat. revoked: there was a grant to end, alive or not. (Of a semaphore: of whoever has
+-- permits, and a row more for each that was granted some.)
 CREATE FUNCTION fencepost.revoke(p_name text, p_token bigint DEFAULT NULL)
 RETURNS TABLE (revoked boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -329,6 +330,10 @@ DECLARE
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'fencepost.revoke needs READ COMMITTED' USING ERRCODE = 'LK004';
+    END IF;
+    IF starts_with(p_name, 'fencepost:semaphore:') THEN
+        RETURN QUERY SELECT * FROM fencepost.permit_revoke(substr(p_name, 21), p_token);
+        RETURN;
     END IF;
     -- Its time ends with it, so that a later release of the holder is told that it had been lost.
     UPDATE fencepost.leases l SET released_at = v_now, expires_at = v_now

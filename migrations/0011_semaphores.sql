@@ -359,6 +359,33 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION fencepost.permit_release(text, bigint, uuid) FROM PUBLIC;
 
+-- permit_revoke(semaphore, token): internal; revoke calls it. Never waits for an open fence: that ends before another
+-- has its slots.
+CREATE FUNCTION fencepost.permit_revoke(p_semaphore text, p_token bigint)
+RETURNS TABLE (revoked boolean, waiting boolean, wake_channel text, wake_payload text)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    v_owners uuid[];
+BEGIN
+    PERFORM FROM fencepost.semaphores s WHERE s.name = p_semaphore FOR NO KEY UPDATE;
+    -- Not held at its end, so that a later release of the holder is told that it had been lost.
+    WITH ended AS (
+        UPDATE fencepost.permits p SET released_at = clock_timestamp(), was_held = false
+         WHERE p.semaphore = p_semaphore AND p.released_at IS NULL AND (p_token IS NULL OR p.token = p_token)
+        RETURNING p.owner)
+    SELECT array_agg(DISTINCT e.owner) INTO v_owners FROM ended e;
+    revoked := v_owners IS NOT NULL;
+    waiting := false;
+    RETURN NEXT;
+    IF revoked THEN
+        PERFORM FROM fencepost.owners o WHERE o.id = ANY (v_owners) ORDER BY o.id FOR NO KEY UPDATE;
+        UPDATE fencepost.owners o SET revocations = o.revocations + 1 WHERE o.id = ANY (v_owners);
+        RETURN QUERY SELECT permit_revoke.revoked, h.waiting, h.wake_channel, h.wake_payload
+                       FROM fencepost.permit_hand_over(p_semaphore) h;
+    END IF;
+END $$;
+REVOKE ALL ON FUNCTION fencepost.permit_revoke(text, bigint) FROM PUBLIC;
+
 -- semaphore_resize(semaphore, permits): the limit from now on. Nobody is evicted: if more are held, nobody is granted any
 -- until they are fewer. A row for each that was granted permits by it. (Whoever asks with the old limit is told: LK007.)
 CREATE FUNCTION fencepost.semaphore_resize(p_semaphore text, p_permits integer)

@@ -7,7 +7,7 @@ use sqlx::{AssertSqlSafe, Executor as _, PgPool, Row as _};
 use tokio::task::JoinHandle;
 
 use crate::proxy::Proxy;
-use crate::support::{LONG, connect, database, hold, owner, owner_id, until, until_true, within};
+use crate::support::{LONG, TOUGH, connect, database, hold, owner, owner_id, until, until_true, within};
 
 fn exports(permits: u32) -> Semaphore {
     Semaphore::named("exports", permits).unwrap()
@@ -64,6 +64,38 @@ async fn at_most_so_many_at_once_and_each_with_a_larger_token() {
     assert_eq!(slots(&pool).await, 3, "slots are granted again");
     // Another kind of thing than a lease of that name.
     assert!(hold(&a, "exports").await.is_held());
+}
+
+// By token, or all; those who hold are told, an open fenced write ends before its slots are granted, and who waits is served.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_operator_may_take_permits_away() {
+    let (_database, pool) = database().await;
+    let (a, b) = (owner(&pool, "a", TOUGH).await, owner(&pool, "b", LONG).await);
+    let three = exports(3);
+    let (one, other) = (take(&three, &a).await, take(&three.clone().taking(2).unwrap(), &a).await);
+    let revoke = "SELECT revoked FROM fencepost.revoke('fencepost:semaphore:exports', $1)";
+    let revoke = async |token: Option<i64>| -> bool {
+        sqlx::query_scalar(revoke).bind(token).fetch_optional(&pool).await.unwrap().unwrap()
+    };
+    assert!(!revoke(Some(other.token().as_i64() + 1)).await, "nobody has that token");
+    let write = other.begin(&pool).await.unwrap();
+    assert!(revoke(Some(other.token().as_i64())).await);
+    assert_eq!(within("being told", other.lost()).await, LossReason::Released);
+    assert!(one.is_held());
+    assert!(is_full(&three, &b).await, "a fenced write is open under both");
+    let waiting = queue(&pool, &b, three.clone()).await;
+    write.commit().await.unwrap();
+    let served = served(waiting).await;
+    assert!(served.token() > other.token());
+    let refused = other.begin(&pool).await.unwrap_err();
+    assert!(refused.is_lost(), "{refused:?}");
+    assert!(!other.release().await.unwrap(), "it had been lost");
+    assert!(revoke(None).await);
+    assert_eq!(within("being told", one.lost()).await, LossReason::Released);
+    assert!(!served.release().await.unwrap(), "nobody has told it yet, and it is lost");
+    assert!(!revoke(None).await);
+    let all = take(&exports(3).taking(3).unwrap(), &b).await;
+    assert!(all.is_held());
 }
 
 #[tokio::test(flavor = "multi_thread")]
