@@ -33,8 +33,8 @@ use tokio::sync::watch;
 use crate::clock::Moment;
 use crate::error::{Error, Result, is_transient};
 use crate::key::{Key, Mode};
-use crate::owner::claims::Claim;
 use crate::owner::locks::LockSession;
+use crate::owner::registry::Place;
 use crate::owner::{Owner, Shared};
 use crate::sql::advisory;
 use crate::wait::{Backoff, Wait};
@@ -131,12 +131,12 @@ impl AdvisoryLock {
     pub async fn try_acquire(&self, owner: &Owner) -> Result<Option<HeldAdvisory>> {
         refuse_pooler(owner)?;
         let numbers = self.key.numbers();
-        let claims = &owner.shared().locks.claims;
-        if claims.is_busy(numbers, self.mode) {
+        let registry = &owner.shared().locks.registry;
+        if registry.is_busy(numbers, self.mode) {
             return Ok(None);
         }
-        let Ok(claim) = claims.claim(numbers, self.mode, claims.slot()?) else { return Ok(None) };
-        owner.shared().run(attempt(owner.clone(), self.clone(), claim)).await
+        let Ok(place) = registry.take(numbers, self.mode, registry.slot()?) else { return Ok(None) };
+        owner.shared().run(attempt(owner.clone(), self.clone(), place)).await
     }
 
     /// Acquires it for the owner's session, waiting for it.
@@ -169,7 +169,7 @@ impl AdvisoryLock {
             return self.try_acquire(owner).await?.ok_or_else(|| busy(Duration::ZERO));
         }
         refuse_pooler(owner)?;
-        let slot = owner.shared().locks.claims.slot()?;
+        let slot = owner.shared().locks.registry.slot()?;
         // Dropped with this future, also at the deadline: the task gives up then.
         let (_wanted, watching) = watch::channel(());
         let deadline = wait.bound().map(|bound| Moment::now().after(bound));
@@ -213,12 +213,12 @@ fn refuse_pooler(owner: &Owner) -> Result<()> {
 }
 
 /// Asks once, on the owner's thread; again for as long as the database is out of reach.
-async fn attempt(owner: Owner, lock: AdvisoryLock, claim: Claim) -> Result<Option<HeldAdvisory>> {
+async fn attempt(owner: Owner, lock: AdvisoryLock, place: Place) -> Result<Option<HeldAdvisory>> {
     let (start, bound) = (Moment::now(), owner.shared().statements.source().bound);
     let mut backoff = Backoff::new(Duration::from_millis(4), Duration::from_millis(250));
     loop {
-        match ask(owner.shared(), &lock, &claim).await {
-            Ok(Some(session)) => return Ok(Some(HeldAdvisory::new(lock, owner, session, None, claim))),
+        match ask(owner.shared(), &lock, &place).await {
+            Ok(Some(session)) => return Ok(Some(HeldAdvisory::new(lock, owner, session, None, place))),
             Ok(None) => return Ok(None),
             Err(error) if owner.shared().locks.is_stopped() => return Err(stopped(&error)),
             Err(error) if !is_transient(&error) => return Err(Error::database(STEP, error)),
@@ -237,10 +237,10 @@ async fn attempt(owner: Owner, lock: AdvisoryLock, claim: Claim) -> Result<Optio
 async fn ask(
     shared: &Shared,
     lock: &AdvisoryLock,
-    claim: &Claim,
+    place: &Place,
 ) -> sqlx::Result<Option<std::sync::Arc<LockSession>>> {
     let session = shared.locks.main(shared.statements.source()).await?;
-    let granted = session.try_lock(lock.key.numbers(), lock.mode, claim.is_alone()).await?;
+    let granted = session.try_lock(lock.key.numbers(), lock.mode, place.is_alone()).await?;
     Ok(granted.then_some(session))
 }
 

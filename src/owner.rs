@@ -13,7 +13,6 @@
 //! | the process is paused beyond the ttl | on waking it is lost at once, by the local clock |
 //! | its thread ends, for whatever reason | everything held is lost: [`LossReason::Stopped`] |
 
-pub(crate) mod claims;
 pub(crate) mod ended;
 pub(crate) mod hand_over;
 mod heartbeat;
@@ -21,6 +20,7 @@ pub(crate) mod life;
 mod listen;
 pub(crate) mod locks;
 mod reconcile;
+pub(crate) mod registry;
 pub(crate) mod session;
 mod trust;
 pub(crate) mod wakes;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::AdvisoryLock;
 use crate::error::{Error, LossReason, Result};
 use crate::key::Key;
-use crate::owner::claims::Claim;
 use crate::owner::locks::{Beside, LockSession};
+use crate::owner::registry::Place;
 use crate::owner::{Owner, Shared};
 use crate::sql::advisory;
 
@@ -38,7 +38,7 @@ pub struct HeldAdvisory {
 struct Rest {
     /// The session, if it is one beside the main one.
     beside: Option<Beside>,
-    claim: Claim,
+    place: Place,
 }
 
 impl HeldAdvisory {
@@ -47,17 +47,17 @@ impl HeldAdvisory {
         owner: Owner,
         session: Arc<LockSession>,
         beside: Option<Beside>,
-        claim: Claim,
+        place: Place,
     ) -> Self {
-        claim.held_by(&session);
+        place.held_by(&session);
         tracing::debug!(key = %lock.key, "fencepost: advisory lock acquired");
-        if owner.shared().locks.claims.is_news(&lock.key)
+        if owner.shared().locks.registry.is_news(&lock.key)
             && let Some(note) = advisory::note(&lock.key)
         {
             let shared = Arc::clone(owner.shared());
             owner.shared().run_unattended(async move { shared.statements.call_once(&note).await });
         }
-        Self { lock, owner, session, rest: Some(Rest { beside, claim }) }
+        Self { lock, owner, session, rest: Some(Rest { beside, place }) }
     }
 
     /// What is locked.
@@ -138,17 +138,17 @@ async fn release(
     shared: Arc<Shared>,
     lock: AdvisoryLock,
     session: Arc<LockSession>,
-    Rest { beside, claim }: Rest,
+    Rest { beside, place }: Rest,
 ) -> Result<bool> {
     if session.trust().loss().is_some() {
         return Ok(false);
     }
-    let unlocked = session.unlock(lock.key.numbers(), lock.mode, claim.is_alone()).await;
+    let unlocked = session.unlock(lock.key.numbers(), lock.mode, place.is_alone()).await;
     if let (Ok(true), Some(beside)) = (&unlocked, beside) {
         // Only now is it certain that nothing is held on it.
         shared.locks.put_back(beside);
     }
-    drop(claim);
+    drop(place);
     tracing::debug!(key = %lock.key, ?unlocked, "fencepost: advisory lock released");
     match unlocked {
         Err(_) if session.trust().loss() == Some(LossReason::Stopped) => Ok(false),

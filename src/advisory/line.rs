@@ -18,8 +18,8 @@ use crate::advisory::held::HeldAdvisory;
 use crate::clock::Moment;
 use crate::error::{Error, Result, is_transient};
 use crate::owner::Owner;
-use crate::owner::claims::Slot;
 use crate::owner::locks::Beside;
+use crate::owner::registry::Slot;
 use crate::wait::Backoff;
 
 /// How long a statement waits at the server at a time.
@@ -42,7 +42,7 @@ pub(super) async fn acquire(
     let locks = &owner.shared().locks;
     let mut waiter = Waiter { owner: &owner, lock: &lock, slot: Some(slot), deadline };
     // Never before somebody who came earlier.
-    if !locks.claims.has_line(lock.key.numbers()) {
+    if !locks.registry.has_line(lock.key.numbers()) {
         match waiter.try_once().await {
             Ok(Some(held)) => return Ok(held),
             Ok(None) => {}
@@ -50,7 +50,7 @@ pub(super) async fn acquire(
         }
     }
     // Of all here who wait for this key only the first one does so at the server, so that they hold one session.
-    let line = locks.claims.join(lock.key.numbers());
+    let line = locks.registry.join(lock.key.numbers());
     let _turn = tokio::select! {
         turn = line.turn() => turn,
         _gone = wanted.changed() => return Err(Error::Stopped),
@@ -99,19 +99,19 @@ impl Waiter<'_> {
     async fn try_once(&mut self) -> sqlx::Result<Option<HeldAdvisory>> {
         let Some(slot) = self.slot.take() else { return Ok(None) };
         let shared = self.owner.shared();
-        let claim = match shared.locks.claims.claim(self.lock.key.numbers(), self.lock.mode, slot) {
-            Ok(claim) => claim,
+        let place = match shared.locks.registry.take(self.lock.key.numbers(), self.lock.mode, slot) {
+            Ok(place) => place,
             Err(slot) => {
                 self.slot = Some(slot);
                 return Ok(None);
             }
         };
-        match ask(shared, self.lock, &claim).await {
+        match ask(shared, self.lock, &place).await {
             Ok(Some(session)) => {
-                Ok(Some(HeldAdvisory::new(self.lock.clone(), self.owner.clone(), session, None, claim)))
+                Ok(Some(HeldAdvisory::new(self.lock.clone(), self.owner.clone(), session, None, place)))
             }
             refused => {
-                self.slot = claim.give_up();
+                self.slot = place.give_up();
                 refused.map(|_| None)
             }
         }
@@ -130,9 +130,9 @@ impl Waiter<'_> {
             return Ok(None);
         }
         let Some(slot) = self.slot.take() else { return Ok(None) };
-        let claim = self.owner.shared().locks.claims.granted(numbers, self.lock.mode, slot);
+        let place = self.owner.shared().locks.registry.granted(numbers, self.lock.mode, slot);
         let session = std::sync::Arc::clone(own.session());
-        Ok(Some(HeldAdvisory::new(self.lock.clone(), self.owner.clone(), session, Some(own), claim)))
+        Ok(Some(HeldAdvisory::new(self.lock.clone(), self.owner.clone(), session, Some(own), place)))
     }
 
     /// What is out of reach for the moment is waited for: the deadline is the caller's.

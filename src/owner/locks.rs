@@ -19,7 +19,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::Shared;
-use super::claims::Claims;
+use super::registry::Registry;
 use super::session::{Session, Source};
 use super::trust::Trust;
 use crate::clock::Moment;
@@ -41,7 +41,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(crate) struct Locks {
-    pub(crate) claims: Arc<Claims>,
+    pub(crate) registry: Arc<Registry>,
     main: tokio::sync::Mutex<Option<Arc<LockSession>>>,
     beside: Arc<Semaphore>,
     unused: Mutex<Vec<(Arc<LockSession>, Moment)>>,
@@ -60,7 +60,7 @@ pub(crate) struct Beside {
 impl Locks {
     pub(crate) fn new(cap: usize) -> Self {
         Self {
-            claims: Arc::new(Claims::new(cap)),
+            registry: Arc::new(Registry::new(cap)),
             main: tokio::sync::Mutex::default(),
             beside: Arc::new(Semaphore::new(BESIDE)),
             unused: Mutex::default(),

@@ -17,7 +17,7 @@ use crate::key::{Key, Mode, Numbers};
 use crate::mistake::Mistake;
 
 #[derive(Debug)]
-pub(crate) struct Claims {
+pub(crate) struct Registry {
     table: Mutex<HashMap<Numbers, Entry>>,
     next_id: AtomicU64,
     slots: Arc<Semaphore>,
@@ -29,21 +29,21 @@ pub(crate) struct Claims {
 /// What is known of a key that somebody here holds, tries or waits for.
 #[derive(Debug, Default)]
 struct Entry {
-    claims: Vec<Claimed>,
+    occupants: Vec<Occupant>,
     in_line: usize,
     /// Those who wait for it, one after the other: only the first one waits at the server.
     line: Arc<tokio::sync::Mutex<()>>,
 }
 
 #[derive(Debug)]
-struct Claimed {
+struct Occupant {
     id: u64,
     mode: Mode,
     /// None while it is being tried.
     session: Option<Arc<LockSession>>,
 }
 
-impl Claimed {
+impl Occupant {
     /// What was lost excludes nobody any more, though it has not been dropped yet.
     fn counts(&self) -> bool {
         self.session.as_ref().is_none_or(|session| session.trust().loss().is_none())
@@ -53,7 +53,7 @@ impl Claimed {
 impl Entry {
     fn is_busy(&self, mode: Mode) -> bool {
         let excludes = |other: Mode| mode == Mode::Exclusive || other == Mode::Exclusive;
-        let busy = self.claims.iter().any(|claim| excludes(claim.mode) && claim.counts());
+        let busy = self.occupants.iter().any(|other| excludes(other.mode) && other.counts());
         busy && !Mistake::Reentrant.is_made()
     }
 }
@@ -64,8 +64,8 @@ pub(crate) struct Slot(#[expect(dead_code, reason = "given back by being dropped
 
 /// Held, or being tried, until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Claim {
-    claims: Arc<Claims>,
+pub(crate) struct Place {
+    registry: Arc<Registry>,
     numbers: Numbers,
     id: u64,
     slot: Option<Slot>,
@@ -74,7 +74,7 @@ pub(crate) struct Claim {
 /// Waiting for it, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct InLine {
-    claims: Arc<Claims>,
+    registry: Arc<Registry>,
     numbers: Numbers,
     line: Arc<tokio::sync::Mutex<()>>,
 }
@@ -83,7 +83,7 @@ pub(crate) struct InLine {
 const NOTED: usize = 10_000;
 const NOTED_FOR: Duration = Duration::from_hours(1);
 
-impl Claims {
+impl Registry {
     pub(crate) fn new(cap: usize) -> Self {
         let slots = Arc::new(Semaphore::new(cap));
         Self { table: Mutex::default(), next_id: AtomicU64::new(0), slots, cap, noted: Mutex::default() }
@@ -99,8 +99,8 @@ impl Claims {
         self.table().get(&numbers).is_some_and(|entry| entry.is_busy(mode))
     }
 
-    /// Claims it, to ask the server next; gives the slot back if somebody here is in the way.
-    pub(crate) fn claim(self: &Arc<Self>, numbers: Numbers, mode: Mode, slot: Slot) -> Result<Claim, Slot> {
+    /// Takes it, to ask the server next; gives the slot back if somebody here is in the way.
+    pub(crate) fn take(self: &Arc<Self>, numbers: Numbers, mode: Mode, slot: Slot) -> Result<Place, Slot> {
         let mut table = self.table();
         let entry = table.entry(numbers).or_default();
         if entry.is_busy(mode) {
@@ -109,16 +109,16 @@ impl Claims {
         Ok(self.enter(entry, numbers, mode, slot))
     }
 
-    /// Claims what the server has granted to a session of its own: whoever held it here gives it up just now.
-    pub(crate) fn granted(self: &Arc<Self>, numbers: Numbers, mode: Mode, slot: Slot) -> Claim {
+    /// Takes what the server has granted to a session of its own: whoever held it here gives it up just now.
+    pub(crate) fn granted(self: &Arc<Self>, numbers: Numbers, mode: Mode, slot: Slot) -> Place {
         let mut table = self.table();
         self.enter(table.entry(numbers).or_default(), numbers, mode, slot)
     }
 
-    fn enter(self: &Arc<Self>, entry: &mut Entry, numbers: Numbers, mode: Mode, slot: Slot) -> Claim {
+    fn enter(self: &Arc<Self>, entry: &mut Entry, numbers: Numbers, mode: Mode, slot: Slot) -> Place {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        entry.claims.push(Claimed { id, mode, session: None });
-        Claim { claims: Arc::clone(self), numbers, id, slot: Some(slot) }
+        entry.occupants.push(Occupant { id, mode, session: None });
+        Place { registry: Arc::clone(self), numbers, id, slot: Some(slot) }
     }
 
     /// Whether somebody here waits for it.
@@ -131,7 +131,7 @@ impl Claims {
         let mut table = self.table();
         let entry = table.entry(numbers).or_default();
         entry.in_line += 1;
-        InLine { claims: Arc::clone(self), numbers, line: Arc::clone(&entry.line) }
+        InLine { registry: Arc::clone(self), numbers, line: Arc::clone(&entry.line) }
     }
 
     /// Whether the database is to be told now what the key is called.
@@ -154,7 +154,7 @@ impl Claims {
         let mut table = self.table();
         if let Some(entry) = table.get_mut(&numbers) {
             leave(entry);
-            if entry.claims.is_empty() && entry.in_line == 0 {
+            if entry.occupants.is_empty() && entry.in_line == 0 {
                 table.remove(&numbers);
             }
         }
@@ -165,20 +165,20 @@ impl Claims {
     }
 }
 
-impl Claim {
+impl Place {
     /// Held by this session from now on.
     pub(crate) fn held_by(&self, session: &Arc<LockSession>) {
-        let mut table = self.claims.table();
-        let claims = table.get_mut(&self.numbers).map(|entry| entry.claims.iter_mut());
-        if let Some(claimed) = claims.into_iter().flatten().find(|claimed| claimed.id == self.id) {
-            claimed.session = Some(Arc::clone(session));
+        let mut table = self.registry.table();
+        let occupants = table.get_mut(&self.numbers).map(|entry| entry.occupants.iter_mut());
+        if let Some(occupant) = occupants.into_iter().flatten().find(|occupant| occupant.id == self.id) {
+            occupant.session = Some(Arc::clone(session));
         }
     }
 
     /// Whether nobody else here holds or tries it.
     pub(crate) fn is_alone(&self) -> bool {
-        let table = self.claims.table();
-        let others = table.get(&self.numbers).map(|entry| entry.claims.iter());
+        let table = self.registry.table();
+        let others = table.get(&self.numbers).map(|entry| entry.occupants.iter());
         !others.into_iter().flatten().any(|other| other.id != self.id && other.counts())
     }
 
@@ -188,9 +188,9 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for Place {
     fn drop(&mut self) {
-        self.claims.leave(self.numbers, |entry| entry.claims.retain(|claimed| claimed.id != self.id));
+        self.registry.leave(self.numbers, |entry| entry.occupants.retain(|occupant| occupant.id != self.id));
     }
 }
 
@@ -203,7 +203,7 @@ impl InLine {
 
 impl Drop for InLine {
     fn drop(&mut self) {
-        self.claims.leave(self.numbers, |entry| entry.in_line = entry.in_line.saturating_sub(1));
+        self.registry.leave(self.numbers, |entry| entry.in_line = entry.in_line.saturating_sub(1));
     }
 }
 
@@ -213,33 +213,33 @@ mod tests {
 
     const KEY: Numbers = Numbers::One(1);
 
-    fn claim(claims: &Arc<Claims>, mode: Mode) -> Option<Claim> {
-        claims.claim(KEY, mode, claims.slot().unwrap()).ok()
+    fn take(registry: &Arc<Registry>, mode: Mode) -> Option<Place> {
+        registry.take(KEY, mode, registry.slot().unwrap()).ok()
     }
 
     // C03: within a process too, whatever session they share.
     #[test]
-    fn shared_claims_go_together_and_exclusive_ones_with_nothing() {
-        let claims = Arc::new(Claims::new(9));
-        let shared = claim(&claims, Mode::Shared).unwrap();
+    fn shared_places_go_together_and_exclusive_ones_with_nothing() {
+        let registry = Arc::new(Registry::new(9));
+        let shared = take(&registry, Mode::Shared).unwrap();
         assert!(shared.is_alone());
-        let another = claim(&claims, Mode::Shared).unwrap();
-        assert!(!shared.is_alone() && claim(&claims, Mode::Exclusive).is_none());
+        let another = take(&registry, Mode::Shared).unwrap();
+        assert!(!shared.is_alone() && take(&registry, Mode::Exclusive).is_none());
         drop((shared, another));
-        let exclusive = claim(&claims, Mode::Exclusive).unwrap();
+        let exclusive = take(&registry, Mode::Exclusive).unwrap();
         for mode in [Mode::Shared, Mode::Exclusive] {
-            assert!(claim(&claims, mode).is_none() && claims.is_busy(KEY, mode));
+            assert!(take(&registry, mode).is_none() && registry.is_busy(KEY, mode));
         }
         drop(exclusive);
-        assert!(claims.table().is_empty(), "nothing is remembered of what is over");
+        assert!(registry.table().is_empty(), "nothing is remembered of what is over");
     }
 
     #[test]
     fn the_cap_is_an_error_of_its_own_and_nothing_held_is_lost() {
-        let claims = Arc::new(Claims::new(1));
-        let held = claim(&claims, Mode::Exclusive).unwrap();
-        assert!(matches!(claims.slot(), Err(Error::LockTableFull { cap: Some(1), source: None })));
+        let registry = Arc::new(Registry::new(1));
+        let held = take(&registry, Mode::Exclusive).unwrap();
+        assert!(matches!(registry.slot(), Err(Error::LockTableFull { cap: Some(1), source: None })));
         drop(held);
-        assert!(claim(&claims, Mode::Exclusive).is_some());
+        assert!(take(&registry, Mode::Exclusive).is_some());
     }
 }
