@@ -43,6 +43,7 @@ use sqlx::{PgPool, Row as _};
 use crate::claim::{Attempt, Begun, Claim, Previous};
 use crate::error::{Error, LossReason, Result};
 use crate::lease::Lease;
+use crate::mistake::Mistake;
 use crate::name::LockName;
 use crate::owner::Owner;
 use crate::retry::{self, Isolation};
@@ -266,13 +267,16 @@ impl Schedule {
         let look = self.look(owner).await?;
         let next = self.rule.next_after(look.now);
         let mut looked = Looked { ran: Vec::new(), next, look_again: until(look.now, next) };
-        let due = self.rule.due(look, self.missed);
+        let mut due = self.rule.due(look, self.missed);
         if due.is_empty() {
             return Ok(looked);
         }
+        if Mistake::SlotsFromNow.is_made() {
+            due = vec![look.now];
+        }
         let alone = if self.one_at_a_time {
-            let Some(held) = Lease::named(&format!("schedule/{}", self.name))?.try_acquire(owner).await?
-            else {
+            let lease = Lease::of(LockName::of_kind("schedule", self.name.as_str())?);
+            let Some(held) = lease.try_acquire(owner).await? else {
                 looked.look_again = looked.look_again.min(SOON);
                 return Ok(looked);
             };
@@ -322,7 +326,8 @@ impl Schedule {
         const STEP: &str = "looking for due slots";
         let rows = call(owner, STEP, Call::new(sql::LOOK, [self.arg()])).await?;
         let row = rows.first().ok_or(sqlx::Error::RowNotFound);
-        row.and_then(read).map_err(|source| Error::database(STEP, source))
+        let look = row.and_then(read).map_err(|source| Error::database(STEP, source))?;
+        Ok(if Mistake::DueByOwnClock.is_made() { Look { now: own_clock(), ..look } } else { look })
     }
 
     async fn settle(&self, owner: &Owner, slot: DateTime<Utc>) -> Result<()> {
@@ -341,6 +346,13 @@ const AT_MOST: Duration = Duration::from_mins(1);
 
 fn until(now: DateTime<Utc>, next: Option<DateTime<Utc>>) -> Duration {
     next.and_then(|next| (next - now).to_std().ok()).map_or(AT_MOST, |until| until.min(AT_MOST))
+}
+
+/// A mistake: people set this clock.
+fn own_clock() -> DateTime<Utc> {
+    #[expect(clippy::disallowed_methods, reason = "it is the mistake")]
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    DateTime::from_timestamp_micros(crate::sql::micros(since)).unwrap_or_default()
 }
 
 /// On the owner's connections. Safe to repeat.
@@ -455,6 +467,13 @@ impl Slot {
     #[must_use]
     pub fn is_held(&self) -> bool {
         self.attempt.is_held()
+    }
+
+    /// How long it is certainly ours if nothing more is heard from the database; zero if it is not. It grows
+    /// again with each heartbeat.
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        self.attempt.remaining()
     }
 
     /// Resolves with the reason when it is lost; somebody else may run it then.

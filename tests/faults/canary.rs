@@ -379,6 +379,22 @@ pub(crate) const RESCUE_BY_RUN_TIME: Canary = Canary {
     )]),
 };
 
+pub(crate) const SLOTS_FROM_NOW: Canary = Canary {
+    mistake: "a slot that is the moment at which it was found due",
+    made_by: "bensheldon/good_job#1543, #731",
+    breaks: "I7",
+    cell: &cell::EVERYTHING_SLOTS,
+    change: Change::Client("slots-from-now"),
+};
+
+pub(crate) const DUE_BY_OWN_CLOCK: Canary = Canary {
+    mistake: "slots that are due by the clock of whoever looks",
+    made_by: "lukas-krecan/ShedLock#231, quartz-scheduler/quartz#106",
+    breaks: "I7",
+    cell: &cell::CLOCKS_STEPPED_SLOTS,
+    change: Change::Client("due-by-own-clock"),
+};
+
 /// Whoever resigns ends the term, though somebody else leads by now.
 pub(crate) const RESIGNS_BY_NAME: Canary = Canary {
     mistake: "a past leader ends the present one's term",

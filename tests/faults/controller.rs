@@ -22,6 +22,7 @@ use crate::history::{self, now};
 use crate::line;
 use crate::locks::{self, LOCK};
 use crate::sharing::Shared;
+use crate::slots;
 use crate::stage::{Stage, Way};
 use crate::worker::{Ask, ELECTION, Mode, Place, SEMAPHORE, sharing};
 
@@ -110,6 +111,8 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     };
     let names: Vec<String> = if cell.mode == Mode::Share {
         sharing::names()
+    } else if cell.mode == Mode::Slot {
+        slots::names(&pool, plan.length).await
     } else {
         NAMES.iter().take(count).map(|name| format!("{kind}{name}")).collect()
     };
@@ -128,6 +131,10 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let claiming = cell.mode == Mode::Claim;
     if claiming {
         claims::fill(&pool).await;
+    }
+    let slotting = cell.mode == Mode::Slot;
+    if slotting {
+        slots::prepare(&pool).await;
     }
     if let Some(canary) = plan.canary {
         canary.install(&pool).await;
@@ -156,6 +163,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         let healed = match cell.mode {
             Mode::Claim => claims::heal(&pool, patience).await,
             Mode::Lock => locks::heal(&pool, &names, patience).await,
+            Mode::Slot => slots::heal(&pool, patience).await,
             Mode::Share => shared.insert(crate::sharing::watch(&pool, patience).await).even,
             _ => heal(&pool, &names, patience).await,
         };
@@ -178,7 +186,12 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         twins: values(&pool, "SELECT name, value FROM twin").await,
         line: if line { line::read(&pool).await } else { Vec::new() },
         clock: clock(&pool).await,
-        claimed: if claiming { claims::read(&pool).await } else { claims::Claimed::default() },
+        claimed: match cell.mode {
+            Mode::Claim => claims::read(&pool).await,
+            Mode::Slot => slots::claimed(&pool).await,
+            _ => claims::Claimed::default(),
+        },
+        slotted: if slotting { slots::read(&pool).await } else { slots::Slotted::default() },
         revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
         failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
         calm: cell.calm,
@@ -214,7 +227,7 @@ async fn inject(
                     fleet.refuse(target);
                 } else if fleet.is_losing() {
                     striking.spawn(stop_until_its_token_is_issued_again(Arc::clone(fleet), target, ask));
-                } else if cell.pauses || cell.mode == Mode::Claim {
+                } else if cell.pauses || matches!(cell.mode, Mode::Claim | Mode::Slot) {
                     striking.spawn(stop_where_it_hurts(Arc::clone(fleet), target, ask));
                 } else {
                     fleet.refuse(target);
@@ -284,6 +297,7 @@ async fn stop_where_it_hurts(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Opt
         (true, Place::Idle) => "paused holding",
         (true, Place::Claimed) => "paused with a claim",
         (true, Place::Completing) => "paused completing a claim",
+        (true, Place::Between) => "paused between two slots",
     })
 }
 
@@ -317,6 +331,13 @@ async fn stop_until_its_token_is_issued_again(
 async fn overtaken(fleet: &Fleet, ask: &Ask) {
     let is_claim = matches!(ask.place, Place::Claimed | Place::Completing);
     loop {
+        if ask.place == Place::Between {
+            if slots::overtaken(&fleet.stage().pool(), &ask.name, ask.token).await {
+                return;
+            }
+            sleep(Duration::from_millis(1)).await;
+            continue;
+        }
         if is_claim {
             if claims::overtaken(&fleet.stage().pool(), &ask.name, ask.token).await {
                 return;
