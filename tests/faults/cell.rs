@@ -491,7 +491,7 @@ const SLOTTING: Cell = Cell {
 
 pub(crate) const EVERYTHING_SLOTS: Cell = Cell {
     name: "everything at once, slots",
-    how: "three schedules with slots every 50 ms to 1 s; SIGSTOP, also in the transaction that completes and between two \
+    how: "three schedules with slots every 100 ms to 1 s; SIGSTOP, also in the transaction that completes and between two \
           slots, SIGKILL and ended sessions",
     faults: EVERYTHING_CLAIMED.faults,
     ..SLOTTING

@@ -40,7 +40,6 @@ pub(crate) struct Known {
 pub(crate) struct Effect {
     pub(crate) name: String,
     pub(crate) slot: i64,
-    pub(crate) token: i64,
     pub(crate) process: i32,
     pub(crate) op: i64,
     /// By the database's clock.

@@ -39,13 +39,13 @@ impl Story {
         self.op += 1;
         self.record(process, Kind::Complete, Phase::Invoke, slot, token);
         self.record(process, Kind::Complete, Phase::Commit, slot, token);
-        self.effect(ALONE, process, slot, token);
+        self.effect(ALONE, process, slot);
         self.record(process, Kind::Complete, Phase::Ok, slot, token);
     }
 
-    fn effect(&mut self, name: &str, process: i32, slot: i64, token: i64) {
+    fn effect(&mut self, name: &str, process: i32, slot: i64) {
         let (name, op, at) = (name.to_owned(), self.op, slot + 1);
-        self.facts.slotted.effects.push(Effect { name, slot, token, process, op, at });
+        self.facts.slotted.effects.push(Effect { name, slot, process, op, at });
     }
 
     /// For so many seconds.
@@ -108,11 +108,11 @@ fn a_slot_left_out_and_a_slot_run_twice_are_seen() {
 fn what_is_no_slot_is_seen() {
     for slot in [990, 1_001, 1_050] {
         let mut story = in_order();
-        story.effect(ALONE, 1, slot, 4);
+        story.effect(ALONE, 1, slot);
         assert_eq!(story.broken(), 1, "{slot}");
     }
     let mut story = in_order();
-    story.effect(EVERY, 1, 1_000, 4);
+    story.effect(EVERY, 1, 1_000);
     assert_eq!(story.broken(), 1, "of a schedule that nobody has looked at");
 }
 
@@ -121,12 +121,12 @@ fn what_comes_every_so_often_counts_from_the_first_look() {
     let mut story = in_order();
     story.facts.slotted.known.push(Known::new(EVERY.to_owned(), 1_000));
     assert_eq!(story.broken(), 0, "that one was due when it was looked at");
-    story.effect(EVERY, 1, 1_000, 4);
+    story.effect(EVERY, 1, 1_000);
     assert_eq!(story.broken(), 1);
     let mut story = in_order();
     story.facts.slotted.known.push(Known::new(EVERY.to_owned(), 999));
     assert_eq!(story.broken(), 1, "and here it is missing");
-    story.effect(EVERY, 1, 1_000, 4);
+    story.effect(EVERY, 1, 1_000);
     assert_eq!(story.broken(), 0);
 }
 
@@ -145,10 +145,10 @@ fn one_beside_another_is_seen_by_belief_and_by_what_is_committed() {
     let mut story = Story::new();
     story.facts.slotted.until = 0;
     story.begin(1, 1_000, 1);
-    story.believe(1, 1_000, 1, 3);
+    story.believe(1, 1_000, 1, 2);
     story.begin(2, 1_010, 2);
     assert_eq!(story.broken(), 0, "not for so long");
-    story.facts.records[2].value = Some(4_000_000_000);
+    story.facts.records[2].value = Some(3_000_000_000);
     assert_eq!(story.broken(), 1);
     // Given back before.
     let mut story = Story::new();

@@ -404,7 +404,8 @@ impl Model for Slots {
                 state.client_mut(number).doing = Doing::Working(run, life);
             }
             (Action::Fail(_), Doing::Working(run, life)) => {
-                if state.claims[run.due[0]] == Claim::Running(Holder { client: number, life }) {
+                let own = Claim::Running(Holder { client: number, life });
+                if state.claims[run.due[0]] == own || self.is(Mutant::DoneWhenBegun) {
                     state.claims[run.due[0]] = Claim::Ready;
                 }
                 state.leave(number);
@@ -568,6 +569,20 @@ mod tests {
     #[test]
     fn one_slot_has_two_names_when_it_is_taken_from_now() {
         let trace = refute("slot", &Slots { clients: 2, ..mutant(Mutant::FromNow) });
-        assert_tells(&trace, &[]);
+        assert_tells(
+            &trace,
+            &[
+                "it is 2",
+                "client A looks, and finds [2] due",
+                "it is 3",
+                "client A begins 2",
+                "client A has the effect of 2 and completes it; not yet committed",
+                "client A commits",
+                "client B looks, and finds [3] due",
+                "client B begins 3",
+                "client B has the effect of 3 and completes it; not yet committed",
+                "client B commits",
+            ],
+        );
     }
 }

@@ -64,15 +64,16 @@ impl Drop for InHand<'_> {
 }
 
 impl Worker {
-    /// Whether it has run one.
+    /// Whether it has completed one.
     async fn look_for_slots(&self, schedule: &Schedule, is_cancelled: bool) -> bool {
         // From when on the next one may have been begun.
         let free = Cell::new(now());
+        let completed = Cell::new(false);
         let looked = schedule.run_due(&self.owner, &self.pool, |slot| {
             let name = schedule.name().to_string();
             let key = schedule.key(slot.at());
             let in_hand = InHand { worker: self, name, key, slot, stays: !is_cancelled };
-            let free = &free;
+            let (free, completed) = (&free, &completed);
             async move {
                 let op = self.next_op();
                 let record = |phase| self.record(op, Kind::Acquire, phase, &in_hand.key);
@@ -83,15 +84,19 @@ impl Worker {
                 let done = in_hand.run().await;
                 drop(in_hand);
                 free.set(now());
-                done
+                completed.set(completed.get() || matches!(done, Ok(true)));
+                done.map(drop)
             }
         });
-        looked.await.is_ok_and(|looked| !looked.ran.is_empty())
+        // Whoever fails, or loses it, looks again.
+        drop(looked.await);
+        completed.get()
     }
 }
 
 impl InHand<'_> {
-    async fn run(&self) -> Result<(), Error> {
+    /// Whether it is known to be done.
+    async fn run(&self) -> Result<bool, Error> {
         let done = Notify::new();
         let watch = async {
             tokio::select! {
@@ -133,7 +138,7 @@ impl InHand<'_> {
     }
 
     /// Once, or a second time if the first transaction is rolled back.
-    async fn complete(&self) -> Result<(), Error> {
+    async fn complete(&self) -> Result<bool, Error> {
         let rolls_back = self.worker.percent(6);
         for rolls_back in [rolls_back, false] {
             let op = self.worker.next_op();
@@ -162,10 +167,9 @@ impl InHand<'_> {
             if phase == Phase::Ok && Times::of(&self.name).is_some_and(|times| times.alone) {
                 self.is_stopped_in(5, Place::Between).await;
             }
-            break;
+            return Ok(phase == Phase::Ok);
         }
-        // Whether it is done, the database says.
-        Ok(())
+        Ok(false)
     }
 
     /// The effect and the end of the slot, not yet committed.
