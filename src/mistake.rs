@@ -31,6 +31,8 @@ pub(crate) enum Mistake {
     SlotsFromNow,
     /// What is due says the clock of whoever looks.
     DueByOwnClock,
+    /// One at a time is whoever has had the lease once.
+    AsksForTheLeaseOnce,
 }
 
 #[cfg(all(feature = "test-util", unix))]
@@ -55,6 +57,7 @@ impl Mistake {
             "never-probes" => Some(Self::NeverProbes),
             "slots-from-now" => Some(Self::SlotsFromNow),
             "due-by-own-clock" => Some(Self::DueByOwnClock),
+            "asks-for-the-lease-once" => Some(Self::AsksForTheLeaseOnce),
             _ => None,
         });
         *made == Some(self)

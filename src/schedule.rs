@@ -293,13 +293,14 @@ impl Schedule {
             let is_done = match claim.begin(owner).await? {
                 Begun::Fresh(attempt) | Begun::Recovered(attempt, _) => {
                     // The owner may have started again meanwhile: then somebody else may be at another slot.
+                    let alone = alone.clone().filter(|_| !Mistake::AsksForTheLeaseOnce.is_made());
                     if alone.as_ref().is_some_and(|held| !held.is_held()) {
                         attempt.release().await?;
                         looked.look_again = looked.look_again.min(SOON);
                         break;
                     }
                     let attempt = Arc::new(attempt);
-                    let slot = Slot { at, attempt, alone: alone.clone(), is_completed: Arc::default() };
+                    let slot = Slot { at, attempt, alone, is_completed: Arc::default() };
                     let is_done = run(slot, pool, &claim, owner, &mut work).await?;
                     looked.ran.extend(is_done.then_some(at));
                     is_done

@@ -266,6 +266,9 @@ async fn inject(
 pub(crate) fn wanted(cell: &Cell, faults: &BTreeMap<&'static str, u64>) -> Vec<&'static str> {
     let pauses: &[&str] = &["paused in an unfenced write", "paused in a fenced transaction"];
     let mut wanted: Vec<&str> = if cell.pauses { pauses.to_vec() } else { Vec::new() };
+    if cell.mode == Mode::Slot {
+        wanted.extend(["paused completing a claim", "paused between two slots"]);
+    }
     wanted.extend(cell.faults.iter().map(|(_, fault)| fault.name()));
     wanted.retain(|fault| !faults.contains_key(fault));
     wanted

@@ -160,6 +160,7 @@ canaries! {
     a_finish_by_the_key_alone_is_noticed: FINISH_BY_ID,
     a_rescue_by_run_time_is_noticed: RESCUE_BY_RUN_TIME,
     slots_taken_from_now_are_noticed: SLOTS_FROM_NOW,
+    slots_one_at_a_time_by_a_lease_that_is_looked_at_once_are_noticed: ASKS_FOR_THE_LEASE_ONCE,
     slots_that_are_due_by_the_clients_clock_are_noticed: DUE_BY_OWN_CLOCK,
     a_past_leader_that_resigns_the_present_term_is_noticed: RESIGNS_BY_NAME,
     a_past_leader_that_is_told_it_goes_on_is_noticed: RENEWS_PAST_LEADERS,

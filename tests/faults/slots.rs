@@ -88,7 +88,7 @@ pub(crate) async fn names(pool: &PgPool, length: Duration) -> Vec<String> {
     let micros = i64::try_from(length.as_micros()).unwrap() * 5 + 120_000_000;
     let listed = |period, alone| Times { first, period, count: Some(micros / period), alone };
     let every = Times { first: 0, period: 1_000_000, count: None, alone: false };
-    [every, listed(100_000, false), listed(150_000, true)].map(Times::name).to_vec()
+    [every, listed(100_000, false), listed(120_000, true)].map(Times::name).to_vec()
 }
 
 pub(crate) async fn prepare(pool: &PgPool) {

@@ -52,6 +52,7 @@ struct InHand<'a> {
     name: String,
     key: String,
     slot: Slot,
+    is_alone: bool,
     /// Nobody asks to be stopped in a look that is cancelled.
     stays: bool,
 }
@@ -72,7 +73,8 @@ impl Worker {
         let looked = schedule.run_due(&self.owner, &self.pool, |slot| {
             let name = schedule.name().to_string();
             let key = schedule.key(slot.at());
-            let in_hand = InHand { worker: self, name, key, slot, stays: !is_cancelled };
+            let is_alone = Times::of(&name).is_some_and(|times| times.alone);
+            let in_hand = InHand { worker: self, name, key, slot, is_alone, stays: !is_cancelled };
             let (free, completed) = (&free, &completed);
             async move {
                 let op = self.next_op();
@@ -109,8 +111,10 @@ impl InHand<'_> {
         };
         let work = async {
             self.look_at();
-            if !self.is_stopped_in(5, Place::Claimed).await {
-                let most = if self.worker.percent(20) { 40 } else { 4 };
+            if !self.is_stopped_in(8, Place::Claimed).await {
+                // One at a time, some take longer than a period: the next ones are due before the look is over.
+                let longest = if self.is_alone { 200 } else { 40 };
+                let most = if self.worker.percent(20) { longest } else { 4 };
                 sleep(self.worker.think(0, most)).await;
             }
             self.look_at();
@@ -164,8 +168,8 @@ impl InHand<'_> {
                 Err(error) => (Phase::Unknown, format!("{error:?}")),
             };
             write(record(phase).why(why));
-            if phase == Phase::Ok && Times::of(&self.name).is_some_and(|times| times.alone) {
-                self.is_stopped_in(5, Place::Between).await;
+            if phase == Phase::Ok && self.is_alone {
+                self.is_stopped_in(15, Place::Between).await;
             }
             return Ok(phase == Phase::Ok);
         }
@@ -184,9 +188,13 @@ impl InHand<'_> {
         );
         sqlx::raw_sql(AssertSqlSafe(insert)).execute(&mut *tx).await?;
         // Nobody is kept out yet.
-        self.is_stopped_in(4, Place::Claimed).await;
+        self.is_stopped_in(5, Place::Claimed).await;
         self.slot.complete(&mut tx).await?;
-        self.is_stopped_in(5, Place::Completing).await;
+        // One at a time, the others want the next one.
+        let others = if self.is_alone { Place::Between } else { Place::Completing };
+        if !self.is_stopped_in(15, others).await {
+            self.is_stopped_in(5, Place::Completing).await;
+        }
         Ok(tx)
     }
 
