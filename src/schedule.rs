@@ -60,6 +60,8 @@ use rule::{Look, Rule};
 /// - No slot runs before it is due by the database's clock, and none that was due before the schedule was first
 ///   looked at, except those of [`at`](Self::at).
 /// - The rule belongs to the name: change it, and the slots of the new rule count from now on.
+/// - That a slot is done is known as long as its claim is kept, or until all before it is done as well: prune no claims
+///   ([`prune`](crate::claim::prune)) that are younger than the time after which slots are [missed](Missed).
 ///
 /// # Examples
 /// ```no_run
