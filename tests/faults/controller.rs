@@ -128,13 +128,10 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     if line {
         line::watch(&pool).await;
     }
-    let claiming = cell.mode == Mode::Claim;
-    if claiming {
-        claims::fill(&pool).await;
-    }
-    let slotting = cell.mode == Mode::Slot;
-    if slotting {
-        slots::prepare(&pool).await;
+    match cell.mode {
+        Mode::Claim => claims::fill(&pool).await,
+        Mode::Slot => slots::prepare(&pool).await,
+        _ => {}
     }
     if let Some(canary) = plan.canary {
         canary.install(&pool).await;
@@ -191,7 +188,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
             Mode::Slot => slots::claimed(&pool).await,
             _ => claims::Claimed::default(),
         },
-        slotted: if slotting { slots::read(&pool).await } else { slots::Slotted::default() },
+        slotted: if cell.mode == Mode::Slot { slots::read(&pool).await } else { slots::Slotted::default() },
         revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
         failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
         calm: cell.calm,

@@ -374,7 +374,7 @@ impl Model for Slots {
         let client = before.client(number).clone();
         match (action, client.doing) {
             (Action::Expire(_), _) if !client.running && client.alive => {
-                state.client_mut(number).alive = false
+                state.client_mut(number).alive = false;
             }
             (Action::Restart(_), _) if !client.alive => {
                 let client = state.client_mut(number);
