@@ -258,7 +258,8 @@ impl Schedule {
     ///
     /// # Database
     /// One statement if nothing is due; for each slot one to begin, and a transaction to complete it, or a statement to find
-    /// that the work has done so; one to settle. [`one_at_a_time`](Self::one_at_a_time) adds a lease.
+    /// that the work has done so; one to settle. [`one_at_a_time`](Self::one_at_a_time) adds a lease, and its fence to each
+    /// completion.
     pub async fn run_due<E, F>(
         &self,
         owner: &Owner,
