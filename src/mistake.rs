@@ -27,6 +27,12 @@ pub(crate) enum Mistake {
     KeepsLocks,
     /// What a session holds is believed in, and nobody asks whether it is there.
     NeverProbes,
+    /// A slot is the moment at which somebody found it due.
+    SlotsFromNow,
+    /// What is due says the clock of whoever looks.
+    DueByOwnClock,
+    /// One at a time is whoever has had the lease once.
+    AsksForTheLeaseOnce,
 }
 
 #[cfg(all(feature = "test-util", unix))]
@@ -49,6 +55,9 @@ impl Mistake {
             "reentrant" => Some(Self::Reentrant),
             "keeps-locks" => Some(Self::KeepsLocks),
             "never-probes" => Some(Self::NeverProbes),
+            "slots-from-now" => Some(Self::SlotsFromNow),
+            "due-by-own-clock" => Some(Self::DueByOwnClock),
+            "asks-for-the-lease-once" => Some(Self::AsksForTheLeaseOnce),
             _ => None,
         });
         *made == Some(self)

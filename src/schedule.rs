@@ -19,7 +19,7 @@
 //! | a timer fires early, or a host's clock is ahead | not due by the database's clock: nothing runs, it looks again |
 //! | … late, or behind | the slot is still due; somebody else may have run it |
 //! | all look at once | one runs it |
-//! | the process that runs it dies | the next look runs it again, as [recovered](Slot::recovered), when the owner's ttl is over |
+//! | the process that runs it dies | the next look runs it again, as [recovered](Slot::recovered), when the owner's ttl is over; after three times it is poison, as after ten failures |
 //! | it is paused meanwhile and wakes up late | its `complete` is refused, with the transaction that it is in |
 //! | nobody was there | by [`Missed`] |
 //! | the local time of a slot does not exist, or exists twice | see `Schedule::cron` (feature `cron`) |
@@ -42,7 +42,8 @@ use sqlx::{PgPool, Row as _};
 
 use crate::claim::{Attempt, Begun, Claim, Previous};
 use crate::error::{Error, LossReason, Result};
-use crate::lease::Lease;
+use crate::lease::{HeldLease, Lease};
+use crate::mistake::Mistake;
 use crate::name::LockName;
 use crate::owner::Owner;
 use crate::retry::{self, Isolation};
@@ -59,6 +60,8 @@ use rule::{Look, Rule};
 /// - No slot runs before it is due by the database's clock, and none that was due before the schedule was first
 ///   looked at, except those of [`at`](Self::at).
 /// - The rule belongs to the name: change it, and the slots of the new rule count from now on.
+/// - That a slot is done is known as long as its claim is kept, or until all before it is done as well: prune no claims
+///   ([`prune`](crate::claim::prune)) that are younger than the time after which slots are [missed](Missed).
 ///
 /// # Examples
 /// ```no_run
@@ -219,6 +222,9 @@ impl Schedule {
     }
 
     /// Does not run a slot while another slot of this schedule is running, here or elsewhere: it runs later.
+    ///
+    /// By belief as any lease ([`Slot::is_held`], [`Slot::lost`]), and by what is committed: as long as a transaction
+    /// that has passed [`Slot::complete`] or [`Slot::fence`] is open, no other slot is begun.
     #[must_use]
     pub fn one_at_a_time(self) -> Self {
         Self { one_at_a_time: true, ..self }
@@ -252,7 +258,8 @@ impl Schedule {
     ///
     /// # Database
     /// One statement if nothing is due; for each slot one to begin, and a transaction to complete it, or a statement to find
-    /// that the work has done so; one to settle. [`one_at_a_time`](Self::one_at_a_time) adds a lease.
+    /// that the work has done so; one to settle. [`one_at_a_time`](Self::one_at_a_time) adds a lease, and its fence to each
+    /// completion.
     pub async fn run_due<E, F>(
         &self,
         owner: &Owner,
@@ -266,17 +273,20 @@ impl Schedule {
         let look = self.look(owner).await?;
         let next = self.rule.next_after(look.now);
         let mut looked = Looked { ran: Vec::new(), next, look_again: until(look.now, next) };
-        let due = self.rule.due(look, self.missed);
+        let mut due = self.rule.due(look, self.missed);
         if due.is_empty() {
             return Ok(looked);
         }
+        if Mistake::SlotsFromNow.is_made() {
+            due = vec![look.now];
+        }
         let alone = if self.one_at_a_time {
-            let Some(held) = Lease::named(&format!("schedule/{}", self.name))?.try_acquire(owner).await?
-            else {
+            let lease = Lease::of(LockName::of_kind("schedule", self.name.as_str())?);
+            let Some(held) = lease.try_acquire(owner).await? else {
                 looked.look_again = looked.look_again.min(SOON);
                 return Ok(looked);
             };
-            Some(held)
+            Some(Arc::new(held))
         } else {
             None
         };
@@ -285,7 +295,16 @@ impl Schedule {
             let claim = Claim::named(&self.key(at))?;
             let is_done = match claim.begin(owner).await? {
                 Begun::Fresh(attempt) | Begun::Recovered(attempt, _) => {
-                    let is_done = run(at, attempt, pool, &claim, owner, &mut work).await?;
+                    // The owner may have started again meanwhile: then somebody else may be at another slot.
+                    let alone = alone.clone().filter(|_| !Mistake::AsksForTheLeaseOnce.is_made());
+                    if alone.as_ref().is_some_and(|held| !held.is_held()) {
+                        attempt.release().await?;
+                        looked.look_again = looked.look_again.min(SOON);
+                        break;
+                    }
+                    let attempt = Arc::new(attempt);
+                    let slot = Slot { at, attempt, alone, is_completed: Arc::default() };
+                    let is_done = run(slot, pool, &claim, owner, &mut work).await?;
                     looked.ran.extend(is_done.then_some(at));
                     is_done
                 }
@@ -304,7 +323,7 @@ impl Schedule {
             self.settle(owner, at).await?;
         }
         if let Some(held) = alone {
-            held.release().await?;
+            held.give_back().await?;
         }
         if !looked.ran.is_empty() {
             looked.look_again = Duration::ZERO;
@@ -322,7 +341,8 @@ impl Schedule {
         const STEP: &str = "looking for due slots";
         let rows = call(owner, STEP, Call::new(sql::LOOK, [self.arg()])).await?;
         let row = rows.first().ok_or(sqlx::Error::RowNotFound);
-        row.and_then(read).map_err(|source| Error::database(STEP, source))
+        let look = row.and_then(read).map_err(|source| Error::database(STEP, source))?;
+        Ok(if Mistake::DueByOwnClock.is_made() { Look { now: own_clock(), ..look } } else { look })
     }
 
     async fn settle(&self, owner: &Owner, slot: DateTime<Utc>) -> Result<()> {
@@ -341,6 +361,13 @@ const AT_MOST: Duration = Duration::from_mins(1);
 
 fn until(now: DateTime<Utc>, next: Option<DateTime<Utc>>) -> Duration {
     next.and_then(|next| (next - now).to_std().ok()).map_or(AT_MOST, |until| until.min(AT_MOST))
+}
+
+/// A mistake: people set this clock.
+fn own_clock() -> DateTime<Utc> {
+    #[expect(clippy::disallowed_methods, reason = "it is the mistake")]
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    DateTime::from_timestamp_micros(crate::sql::micros(since)).unwrap_or_default()
 }
 
 /// On the owner's connections. Safe to repeat.
@@ -365,8 +392,7 @@ fn read(row: &PgRow) -> sqlx::Result<Look> {
 
 /// Whether it is done.
 async fn run<E, F>(
-    at: DateTime<Utc>,
-    attempt: Attempt,
+    slot: Slot,
     pool: &PgPool,
     claim: &Claim,
     owner: &Owner,
@@ -376,7 +402,6 @@ where
     F: Future<Output = Result<(), E>>,
     E: From<Error> + fmt::Display,
 {
-    let slot = Slot { at, attempt: Arc::new(attempt), is_completed: Arc::default() };
     let done = work(slot.clone()).await;
     if slot.is_completed.load(Ordering::Acquire) {
         done?;
@@ -408,7 +433,7 @@ where
             };
             if let Err(error) = recorded.await {
                 // It counts as a crash, then.
-                tracing::warn!(slot = %at, %error, "fencepost: a slot's failure was not recorded");
+                tracing::warn!(slot = %slot.at, %error, "fencepost: a slot's failure was not recorded");
             }
             Err(failure)
         }
@@ -429,6 +454,8 @@ async fn commit(tx: PgTransaction<'_>) -> Result<()> {
 pub struct Slot {
     at: DateTime<Utc>,
     attempt: Arc<Attempt>,
+    /// The lease of one at a time, under the same life of the owner.
+    alone: Option<Arc<HeldLease>>,
     is_completed: Arc<AtomicBool>,
 }
 
@@ -454,7 +481,15 @@ impl Slot {
     /// Whether it is certainly ours now, by the local clock.
     #[must_use]
     pub fn is_held(&self) -> bool {
-        self.attempt.is_held()
+        self.attempt.is_held() && self.alone.as_ref().is_none_or(|held| held.is_held())
+    }
+
+    /// How long it is certainly ours if nothing more is heard from the database; zero if it is not. It grows
+    /// again with each heartbeat.
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        let alone = self.alone.as_ref().map_or(Duration::MAX, |held| held.remaining());
+        self.attempt.remaining().min(alone)
     }
 
     /// Resolves with the reason when it is lost; somebody else may run it then.
@@ -462,7 +497,12 @@ impl Slot {
     /// # Cancel safety
     /// Safe: it only watches.
     pub async fn lost(&self) -> LossReason {
-        self.attempt.lost().await
+        let Some(alone) = &self.alone else { return self.attempt.lost().await };
+        tokio::select! {
+            biased;
+            reason = self.attempt.lost() => reason,
+            reason = alone.lost() => reason,
+        }
     }
 
     /// Passes the fence in the caller's transaction, for one that writes and does not complete the slot.
@@ -474,8 +514,9 @@ impl Slot {
     /// Drop the transaction together with the future.
     ///
     /// # Database
-    /// One statement.
+    /// One statement; two for [one at a time](Schedule::one_at_a_time).
     pub async fn fence(&self, tx: &mut PgTransaction<'_>) -> Result<()> {
+        self.fence_alone(tx).await?;
         self.attempt.fence(tx).await
     }
 
@@ -488,9 +529,18 @@ impl Slot {
     /// Drop the transaction together with the future.
     ///
     /// # Database
-    /// One statement.
+    /// One statement; two for [one at a time](Schedule::one_at_a_time).
     pub async fn complete(&self, tx: &mut PgTransaction<'_>) -> Result<()> {
         self.is_completed.store(true, Ordering::Release);
+        self.fence_alone(tx).await?;
         self.attempt.complete(tx, &()).await
+    }
+
+    /// One at a time: nobody begins another slot while this transaction may commit.
+    async fn fence_alone(&self, tx: &mut PgTransaction<'_>) -> Result<()> {
+        match &self.alone {
+            Some(held) => held.fence(tx).await,
+            None => Ok(()),
+        }
     }
 }

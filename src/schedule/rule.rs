@@ -42,7 +42,7 @@ impl Rule {
                 let last = self.last_until(moment)?.timestamp_micros();
                 DateTime::from_timestamp_micros(last.checked_add(*period)?)
             }
-            Self::At(slots) => slots.iter().find(|slot| **slot > moment).copied(),
+            Self::At(slots) => slots.get(slots.partition_point(|slot| *slot <= moment)).copied(),
             #[cfg(feature = "cron")]
             Self::Cron(cron) => cron.next_after(moment),
         }
@@ -55,7 +55,10 @@ impl Rule {
                 let since = moment.timestamp_micros().checked_sub(*offset)?.checked_rem_euclid(*period)?;
                 DateTime::from_timestamp_micros(moment.timestamp_micros().checked_sub(since)?)
             }
-            Self::At(slots) => slots.iter().rfind(|slot| **slot <= moment).copied(),
+            Self::At(slots) => {
+                let later = slots.partition_point(|slot| *slot <= moment);
+                slots.get(later.checked_sub(1)?).copied()
+            }
             #[cfg(feature = "cron")]
             Self::Cron(cron) => cron.last_until(moment),
         }

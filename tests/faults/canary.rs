@@ -379,6 +379,31 @@ pub(crate) const RESCUE_BY_RUN_TIME: Canary = Canary {
     )]),
 };
 
+pub(crate) const SLOTS_FROM_NOW: Canary = Canary {
+    mistake: "a slot that is the moment at which it was found due",
+    made_by: "bensheldon/good_job#1543, #731",
+    breaks: "I7",
+    cell: &cell::EVERYTHING_SLOTS,
+    change: Change::Client("slots-from-now"),
+};
+
+pub(crate) const DUE_BY_OWN_CLOCK: Canary = Canary {
+    mistake: "slots that are due by the clock of whoever looks",
+    made_by: "lukas-krecan/ShedLock#231, quartz-scheduler/quartz#106",
+    breaks: "I7",
+    cell: &cell::CLOCKS_STEPPED_SLOTS,
+    change: Change::Client("due-by-own-clock"),
+};
+
+/// Who goes on after a pause, or commits after it, does so beside whoever has taken over.
+pub(crate) const ASKS_FOR_THE_LEASE_ONCE: Canary = Canary {
+    mistake: "slots one at a time by a lease that is looked at once",
+    made_by: "macro-inc/macro#6026, openbao/openbao#1571",
+    breaks: "I7",
+    cell: &cell::EVERYTHING_SLOTS,
+    change: Change::Client("asks-for-the-lease-once"),
+};
+
 /// Whoever resigns ends the term, though somebody else leads by now.
 pub(crate) const RESIGNS_BY_NAME: Canary = Canary {
     mistake: "a past leader ends the present one's term",

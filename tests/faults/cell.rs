@@ -493,6 +493,33 @@ pub(crate) const REPLY_CUT_CLAIMED: Cell = Cell {
     ..CLAIMING
 };
 
+/// Three schedules, one of them one at a time.
+const SLOTTING: Cell = Cell {
+    mode: Mode::Slot,
+    seconds: 8,
+    ttl: (100, 300),
+    every: (10, 80),
+    pauses: false,
+    needs: &["slots", "slots of one at a time", "recovered attempts", "refused completions"],
+    ..TRYING
+};
+
+pub(crate) const EVERYTHING_SLOTS: Cell = Cell {
+    name: "everything at once, slots",
+    how: "three schedules with slots every 100 ms to 1 s; SIGSTOP, also in the transaction that completes and between two \
+          slots, SIGKILL and ended sessions",
+    faults: EVERYTHING_CLAIMED.faults,
+    ..SLOTTING
+};
+
+pub(crate) const CLOCKS_STEPPED_SLOTS: Cell = Cell {
+    name: "client clocks wrong, slots",
+    how: "the same schedules; the workers' wall clocks are stepped by up to an hour, both ways (libfaketime)",
+    habits: CLOCKS_STEPPED.habits,
+    faults: &[(3, Fault::StepClocks), (3, Fault::Pause), (1, Fault::Kill)],
+    ..SLOTTING
+};
+
 /// Six tasks in each process contend for three session-level locks.
 const LOCKING: Cell = Cell {
     mode: Mode::Lock,

@@ -22,6 +22,7 @@ use crate::history::{self, now};
 use crate::line;
 use crate::locks::{self, LOCK};
 use crate::sharing::Shared;
+use crate::slots;
 use crate::stage::{Stage, Way};
 use crate::worker::{Ask, ELECTION, Mode, Place, SEMAPHORE, sharing};
 
@@ -105,6 +106,8 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     };
     let names: Vec<String> = if cell.mode == Mode::Share {
         sharing::names()
+    } else if cell.mode == Mode::Slot {
+        slots::names(&pool, plan.length).await
     } else {
         NAMES.iter().take(cell.names).map(|name| format!("{kind}{name}")).collect()
     };
@@ -120,9 +123,10 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     if line {
         line::watch(&pool).await;
     }
-    let claiming = cell.mode == Mode::Claim;
-    if claiming {
-        claims::fill(&pool).await;
+    match cell.mode {
+        Mode::Claim => claims::fill(&pool).await,
+        Mode::Slot => slots::prepare(&pool).await,
+        _ => {}
     }
     if let Some(canary) = plan.canary {
         canary.install(&pool).await;
@@ -151,6 +155,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         let healed = match cell.mode {
             Mode::Claim => claims::heal(&pool, patience).await,
             Mode::Lock => locks::heal(&pool, &names, patience).await,
+            Mode::Slot => slots::heal(&pool, patience).await,
             Mode::Share => shared.insert(crate::sharing::watch(&pool, patience).await).even,
             _ => heal(&pool, &names, patience).await,
         };
@@ -173,7 +178,12 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         twins: values(&pool, "SELECT name, value FROM twin").await,
         line: if line { line::read(&pool).await } else { Vec::new() },
         clock: clock(&pool).await,
-        claimed: if claiming { claims::read(&pool).await } else { claims::Claimed::default() },
+        claimed: match cell.mode {
+            Mode::Claim => claims::read(&pool).await,
+            Mode::Slot => slots::claimed(&pool).await,
+            _ => claims::Claimed::default(),
+        },
+        slotted: if cell.mode == Mode::Slot { slots::read(&pool).await } else { slots::Slotted::default() },
         revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
         failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
         calm: cell.calm,
@@ -211,7 +221,7 @@ async fn inject(
                     striking.spawn(stop_until_its_token_is_issued_again(Arc::clone(fleet), target, ask));
                 } else if cell.fades_out() && ask.place != Place::Fenced && ask.token % 4 > 0 {
                     striking.spawn(fade_out(Arc::clone(fleet), target, ask));
-                } else if cell.pauses || matches!(cell.mode, Mode::Claim | Mode::Permits) {
+                } else if cell.pauses || matches!(cell.mode, Mode::Claim | Mode::Permits | Mode::Slot) {
                     striking.spawn(stop_where_it_hurts(Arc::clone(fleet), target, ask));
                 } else {
                     fleet.refuse(target);
@@ -250,6 +260,9 @@ async fn inject(
 pub(crate) fn wanted(cell: &Cell, faults: &BTreeMap<&'static str, u64>) -> Vec<&'static str> {
     let pauses: &[&str] = &["paused in an unfenced write", "paused in a fenced transaction"];
     let mut wanted: Vec<&str> = if cell.pauses { pauses.to_vec() } else { Vec::new() };
+    if cell.mode == Mode::Slot {
+        wanted.extend(["paused completing a claim", "paused between two slots"]);
+    }
     wanted.extend(cell.faults.iter().map(|(_, fault)| fault.name()));
     wanted.retain(|fault| !faults.contains_key(fault));
     wanted
@@ -282,6 +295,7 @@ async fn stop_where_it_hurts(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Opt
         (true, Place::Permit) => "paused in a write under a permit",
         (true, Place::Claimed) => "paused with a claim",
         (true, Place::Completing) => "paused completing a claim",
+        (true, Place::Between) => "paused between two slots",
     })
 }
 
@@ -345,6 +359,7 @@ async fn overtaken(fleet: &Fleet, ask: &Ask) {
 async fn is_overtaken(pool: &PgPool, ask: &Ask) -> bool {
     let query = match ask.place {
         Place::Claimed | Place::Completing => return claims::overtaken(pool, &ask.name, ask.token).await,
+        Place::Between => return slots::overtaken(pool, &ask.name, ask.token).await,
         Place::Fenced | Place::Idle => "SELECT token <> $2 FROM fencepost.leases WHERE name = $1",
         Place::Twin => {
             "SELECT l.token <> $2 AND t.value > $3 FROM fencepost.leases l JOIN twin t USING (name) WHERE name = $1"

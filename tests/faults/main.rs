@@ -39,6 +39,8 @@ mod pgbouncer;
 mod proxy;
 mod report;
 mod sharing;
+mod slot_checker;
+mod slots;
 mod stage;
 mod timeline;
 mod worker;
@@ -108,6 +110,8 @@ cells! {
     notifications_may_be_lost_and_forged: NOTIFICATIONS,
     claims_are_done_once_under_faults: EVERYTHING_CLAIMED,
     answers_about_claims_may_be_cut: REPLY_CUT_CLAIMED,
+    slots_run_once_under_faults: EVERYTHING_SLOTS,
+    slots_run_once_by_whatever_clocks: CLOCKS_STEPPED_SLOTS,
     leaders_may_be_paused_killed_and_cut_off: LEADERS,
     permits_may_be_paused_killed_and_cut_off: PERMITS,
     session_locks_exclude_through_timeouts_and_cancels: LOCKS_CALM,
@@ -155,6 +159,9 @@ canaries! {
     a_client_that_believes_any_notification_is_noticed: BELIEVES_NOTIFICATIONS,
     a_finish_by_the_key_alone_is_noticed: FINISH_BY_ID,
     a_rescue_by_run_time_is_noticed: RESCUE_BY_RUN_TIME,
+    slots_taken_from_now_are_noticed: SLOTS_FROM_NOW,
+    slots_one_at_a_time_by_a_lease_that_is_looked_at_once_are_noticed: ASKS_FOR_THE_LEASE_ONCE,
+    slots_that_are_due_by_the_clients_clock_are_noticed: DUE_BY_OWN_CLOCK,
     a_past_leader_that_resigns_the_present_term_is_noticed: RESIGNS_BY_NAME,
     a_past_leader_that_is_told_it_goes_on_is_noticed: RENEWS_PAST_LEADERS,
     a_counter_that_the_dead_leave_raised_is_noticed: COUNTER,

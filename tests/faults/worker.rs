@@ -18,6 +18,7 @@ mod leading;
 mod locking;
 mod permits;
 pub(crate) mod sharing;
+mod slotting;
 mod trying;
 mod waiting;
 
@@ -43,6 +44,7 @@ use tokio::time::{sleep, timeout};
 use crate::dice::Dice;
 use crate::history::{Kind, Phase, REJECTED, Record, Writer, now};
 use crate::locks::LOCK;
+use crate::slots;
 
 /// The variable that carries the orders.
 pub(crate) const VARIABLE: &str = "FENCEPOST_FAULTS_WORKER";
@@ -132,6 +134,8 @@ pub(crate) enum Mode {
     Lock,
     /// Is a member of a group, and writes for the partitions that it is assigned, until told to end.
     Share,
+    /// Runs the slots of schedules, until told to end.
+    Slot,
     /// Takes each name once, when it is free, writes, and ends.
     Once,
 }
@@ -151,6 +155,8 @@ pub(crate) enum Place {
     Claimed,
     /// In a transaction in which it has completed one.
     Completing,
+    /// With one slot completed, and others to come.
+    Between,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -236,6 +242,8 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         Mode::Lead => leading::work(&worker).await,
         Mode::Permits => permits::work(&worker).await,
         Mode::Lock => locking::work(Rc::clone(&worker)).await,
+        Mode::Slot => slotting::work(&worker).await,
+        Mode::Once if slots::is_schedule(first) => slotting::once(&worker).await,
         Mode::Once if leading::is_election(first) => leading::once(&worker).await,
         Mode::Once if permits::is_semaphore(first) => permits::once(&worker).await,
         Mode::Once if first.starts_with(LOCK) => locking::once(&worker).await,

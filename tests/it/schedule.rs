@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use chrono::{DateTime, TimeDelta, Utc};
+use chrono::{DateTime, Datelike as _, TimeDelta, Timelike as _, Utc};
 use fencepost::claim::Claim;
 use fencepost::schedule::{Looked, Missed, Schedule, Slot};
 use fencepost::testing::TestDatabase;
 use fencepost::{Error, Owner};
 use sqlx::{Executor as _, PgPool};
 
-use crate::support::{LONG, SHORT, TOUGH, database, owner, until, within};
+use crate::support::{LONG, SHORT, TOUGH, database, hold, owner, until, within};
 
 const DAY: Duration = Duration::from_hours(24);
 
@@ -274,6 +274,85 @@ async fn one_at_a_time_waits_for_the_slot_before() {
     }
 }
 
+// A completion that may commit keeps the next slot out, though its process is found dead.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_at_a_time_nothing_is_begun_beside_an_open_completion() {
+    let (_database, pool) = nights().await;
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    let slots = [hours_ago(&pool, 3).await, hours_ago(&pool, 2).await];
+    let schedule = Schedule::at("alone", slots).unwrap().missed(Missed::All(DAY)).unwrap().one_at_a_time();
+    let looked = schedule.run_due(&a, &pool, |slot| {
+        let (schedule, b, pool) = (schedule.clone(), b.clone(), pool.clone());
+        async move {
+            assert_eq!(slot.at(), slots[0]);
+            let mut tx = pool.begin().await?;
+            slot.complete(&mut tx).await?;
+            pool.execute("UPDATE fencepost.owners SET expires_at = 'epoch' WHERE label = 'a'").await?;
+            let beside = look(&schedule, &b, &pool).await;
+            assert!(beside.ran.is_empty() && beside.look_again <= Duration::from_secs(1), "{beside:?}");
+            Ok::<_, Error>(tx.commit().await?)
+        }
+    });
+    assert_eq!(within("the look", Box::pin(looked)).await.unwrap().ran, slots[..1]);
+    let next = until("the next one", async || {
+        let ran = look(&schedule, &b, &pool).await.ran;
+        (!ran.is_empty()).then_some(ran)
+    });
+    assert_eq!(next.await, slots[1..]);
+}
+
+// The owner of a process that was paused starts again; its lease is not what it was.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_at_a_time_who_has_lost_the_lease_between_two_slots_begins_no_more() {
+    let (_database, pool) = nights().await;
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    let slots = [hours_ago(&pool, 4).await, hours_ago(&pool, 3).await, hours_ago(&pool, 2).await];
+    let schedule = Schedule::at("alone", slots).unwrap().missed(Missed::All(DAY)).unwrap().one_at_a_time();
+    let (go, going) = tokio::sync::watch::channel(false);
+    let others = Arc::new(std::sync::Mutex::new(None));
+    let looked = schedule.run_due(&a, &pool, |slot| {
+        let (schedule, a, b, pool) = (schedule.clone(), a.clone(), b.clone(), pool.clone());
+        let (others, going) = (Arc::clone(&others), going.clone());
+        async move {
+            assert_eq!(slot.at(), slots[0], "begun beside another one");
+            write_down(slot, &a, &pool).await?;
+            pool.execute("UPDATE fencepost.owners SET expires_at = 'epoch' WHERE label = 'a'").await?;
+            let begun = Arc::new(tokio::sync::Notify::new());
+            let at_it = Arc::clone(&begun);
+            let other = tokio::spawn(async move {
+                let run = schedule.run_due(&b, &pool, |slot| {
+                    let (at_it, mut going) = (Arc::clone(&at_it), going.clone());
+                    let (b, pool) = (b.clone(), pool.clone());
+                    async move {
+                        at_it.notify_one();
+                        going.wait_for(|go| *go).await.unwrap();
+                        write_down(slot, &b, &pool).await
+                    }
+                });
+                run.await.unwrap().ran
+            });
+            *others.lock().unwrap() = Some(other);
+            within("the other one begins", begun.notified()).await;
+            Ok::<_, Error>(())
+        }
+    });
+    let looked = within("the look", Box::pin(looked)).await.unwrap();
+    assert!(looked.ran == slots[..1], "{looked:?}");
+    go.send_replace(true);
+    let other = others.lock().unwrap().take().unwrap();
+    assert_eq!(within("the other look", other).await.unwrap(), slots[1..]);
+    assert_eq!(runs(&pool).await.len(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_at_a_time_is_no_lease_that_people_take() {
+    let (_database, pool) = nights().await;
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    let _of_people = [hold(&b, "report").await, hold(&b, "schedule/report").await];
+    let report = Schedule::at("report", [hours_ago(&pool, 2).await]).unwrap().one_at_a_time();
+    assert_eq!(look(&report, &a, &pool).await.ran.len(), 1);
+}
+
 // One that always fails is put aside, and the others go on; a person can have it tried again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_slot_that_always_fails_is_poison_and_delays_no_other() {
@@ -316,6 +395,33 @@ async fn a_cron_pattern_in_a_time_zone_runs_its_slots() {
     assert!((1..=3).contains(&looked.ran.len()), "{looked:?}");
     let next = looked.next.unwrap().with_timezone(&chrono_tz::Europe::Berlin);
     assert!(next > now(&pool).await && look(&nightly, &a, &pool).await.ran.is_empty());
+}
+
+// I7: of the night without a half past two, and of the one that has two of them, there is one slot each.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_nights_in_which_clocks_change_are_run_once_each() {
+    let (_database, pool) = nights().await;
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    let berlin = chrono_tz::Europe::Berlin;
+    let nightly = Schedule::cron("nightly", "30 2 * 3,10 *", berlin).unwrap();
+    let nightly = nightly.missed(Missed::All(Schedule::MAX_PERIOD)).unwrap();
+    known(&nightly, &a, &pool).await;
+    tokio::join!(look(&nightly, &a, &pool), look(&nightly, &b, &pool));
+    let nights = runs(&pool).await;
+    let nights: Vec<_> = nights
+        .iter()
+        .map(|slot| DateTime::parse_from_rfc3339(slot).unwrap().with_timezone(&berlin).naive_local())
+        .collect();
+    for pair in nights.windows(2).filter(|pair| pair[0].month() == pair[1].month()) {
+        let days = (pair[1].date() - pair[0].date()).num_days();
+        // Of a month that has begun again within the year, the rest.
+        assert!(days == 1 || days > 300, "{pair:?}");
+    }
+    // March and October of a year, and of leap years a day.
+    assert!((61..=63).contains(&nights.len()), "{nights:?}");
+    let of_the_gap = nights.iter().filter(|night| night.month() == 3 && night.hour() == 3);
+    assert!(of_the_gap.count() >= 1, "{nights:?}");
+    assert!(nights.iter().all(|night| night.minute() == 30 || night.hour() == 3), "{nights:?}");
 }
 
 #[test]

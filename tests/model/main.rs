@@ -14,6 +14,7 @@
 //! | `line` | waiters: tickets, hand-over, wake-ups, giving up |
 //! | `term` | elections: stepping down, resigning, being asked to, preference |
 //! | `permit` | semaphores: rows that die with their owner, a limit that changes |
+//! | `slot` | schedules: looking, beginning, completing, settling; one at a time |
 //! | `partition` | members that share out partitions: joining, draining, leaving, dying |
 //!
 //! `FENCEPOST_MODEL_CLIENTS=3 cargo test --release --test model` explores with three clients instead of two.
@@ -44,6 +45,7 @@ mod lease;
 mod line;
 mod partition;
 mod permit;
+mod slot;
 mod term;
 
 use crate::explore::{Model, Trace, explore};
