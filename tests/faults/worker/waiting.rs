@@ -176,7 +176,7 @@ impl Worker {
         for (token, name) in self.held.borrow().iter() {
             self.is_stopped(*token, name);
         }
-        self.owner.shutdown().await.unwrap();
+        self.shut_down().await;
     }
 
     /// From here on nobody relies on it, though the owner may take a moment to say so.
