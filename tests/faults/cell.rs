@@ -159,6 +159,29 @@ pub(crate) const PERMITS: Cell = Cell {
     ..LEADERS
 };
 
+pub(crate) const VERSIONS: Cell = Cell {
+    name: "versioned rows",
+    how: "six processes change three rows by their versions, in autocommit and in transactions of every isolation; SIGSTOP, also between a load and its change, SIGKILL, black holes, ended sessions and lost answers",
+    mode: Mode::Version,
+    seconds: 8,
+    ttl: (150, 400),
+    setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
+    faults: &[
+        (10, Fault::Pause),
+        (4, Fault::Kill),
+        (5, Fault::BlackHole),
+        (10, Fault::EndSession(Session::Application)),
+        (10, Fault::EndSession(Session::Fenced)),
+        (30, Fault::CutAnswer("AS t SET")),
+        (10, Fault::CutAnswer("DELETE FROM")),
+        (20, Fault::CutAnswer("COMMIT")),
+    ],
+    every: (5, 60),
+    pauses: false,
+    needs: &["updates", "version conflicts", "unknown updates", "deletes", "inserts"],
+    ..TRYING
+};
+
 /// Six processes share out seven partitions; they leave and join again.
 pub(crate) const SHARING: Cell = Cell {
     name: "members come and go",

@@ -23,6 +23,8 @@ use crate::line;
 use crate::locks::{self, LOCK};
 use crate::sharing::Shared;
 use crate::stage::{Stage, Way};
+use crate::versions;
+use crate::worker::versioning::ROW;
 use crate::worker::{Ask, ELECTION, Mode, Place, SEMAPHORE, sharing};
 
 /// The longest that anything here may take, on a slow machine too. Not a measurement.
@@ -106,6 +108,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         Mode::Lead => ELECTION,
         Mode::Permits => SEMAPHORE,
         Mode::Lock => LOCK,
+        Mode::Version => ROW,
         _ => "",
     };
     let names: Vec<String> = if cell.mode == Mode::Share {
@@ -128,6 +131,9 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let claiming = cell.mode == Mode::Claim;
     if claiming {
         claims::fill(&pool).await;
+    }
+    if cell.mode == Mode::Version {
+        versions::fill(&pool, &names).await;
     }
     if let Some(canary) = plan.canary {
         canary.install(&pool).await;
@@ -156,6 +162,7 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         let healed = match cell.mode {
             Mode::Claim => claims::heal(&pool, patience).await,
             Mode::Lock => locks::heal(&pool, &names, patience).await,
+            Mode::Version => versions::heal(&pool, &names, patience).await,
             Mode::Share => shared.insert(crate::sharing::watch(&pool, patience).await).even,
             _ => heal(&pool, &names, patience).await,
         };
@@ -179,6 +186,11 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         line: if line { line::read(&pool).await } else { Vec::new() },
         clock: clock(&pool).await,
         claimed: if claiming { claims::read(&pool).await } else { claims::Claimed::default() },
+        versions: if cell.mode == Mode::Version {
+            versions::read(&pool).await
+        } else {
+            versions::Versions::default()
+        },
         revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
         failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
         calm: cell.calm,
@@ -214,7 +226,7 @@ async fn inject(
                     fleet.refuse(target);
                 } else if fleet.is_losing() {
                     striking.spawn(stop_until_its_token_is_issued_again(Arc::clone(fleet), target, ask));
-                } else if cell.pauses || cell.mode == Mode::Claim {
+                } else if cell.pauses || matches!(cell.mode, Mode::Claim | Mode::Version) {
                     striking.spawn(stop_where_it_hurts(Arc::clone(fleet), target, ask));
                 } else {
                     fleet.refuse(target);
@@ -284,6 +296,7 @@ async fn stop_where_it_hurts(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Opt
         (true, Place::Idle) => "paused holding",
         (true, Place::Claimed) => "paused with a claim",
         (true, Place::Completing) => "paused completing a claim",
+        (true, Place::Versioned) => "paused between a load and its change",
     })
 }
 
@@ -317,6 +330,13 @@ async fn stop_until_its_token_is_issued_again(
 async fn overtaken(fleet: &Fleet, ask: &Ask) {
     let is_claim = matches!(ask.place, Place::Claimed | Place::Completing);
     loop {
+        if ask.place == Place::Versioned {
+            if versions::overtaken(&fleet.stage().pool(), &ask.name, ask.token).await {
+                return;
+            }
+            sleep(Duration::from_millis(1)).await;
+            continue;
+        }
         if is_claim {
             if claims::overtaken(&fleet.stage().pool(), &ask.name, ask.token).await {
                 return;
