@@ -150,6 +150,39 @@ pub(crate) const LEADERS: Cell = Cell {
     ..TRYING
 };
 
+pub(crate) const LEADERS_CRASH: Cell = Cell {
+    name: "leaders, server crash and restart",
+    how: "the same stop as below",
+    ttl: CRASH.ttl,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["grants", "fenced writes", "cancelled acquires"],
+    ..LEADERS
+};
+
+pub(crate) const PERMITS_CRASH: Cell = Cell {
+    name: "permits, server crash and restart",
+    how: "the same stop as below",
+    ttl: CRASH.ttl,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["permits", "writes under a permit"],
+    ..PERMITS
+};
+
+pub(crate) const SHARING_CRASH: Cell = Cell {
+    name: "members, server crash and restart",
+    how: "the same stop as below",
+    ttl: CRASH.ttl,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["grants", "fenced writes"],
+    ..SHARING
+};
+
 pub(crate) const PERMITS: Cell = Cell {
     name: "permits",
     how: "six processes share three permits of each name; the same faults",
@@ -498,6 +531,31 @@ pub(crate) const REPLY_CUT_CLAIMED: Cell = Cell {
         (1, Fault::CutAnswer("fencepost.heartbeat")),
         (1, Fault::Pause),
     ],
+    ..CLAIMING
+};
+
+pub(crate) const CLAIMS_CRASH: Cell = Cell {
+    name: "claims, server crash and restart",
+    how: "the same stop as above, while attempts are begun, are paused and complete",
+    ttl: (200, 800),
+    seconds: 8,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["grants", "completions", "recovered attempts", "unknown completions"],
+    ..CLAIMING
+};
+
+pub(crate) const CLAIMS_FAILOVER: Cell = Cell {
+    name: "claims, synchronous failover",
+    how: "the primary crashes and its synchronous standby is promoted, as above",
+    workers: 6,
+    ttl: FAILOVER.ttl,
+    seconds: 6,
+    setting: FAILOVER.setting,
+    faults: FAILOVER.faults,
+    every: FAILOVER.every,
+    needs: &["grants", "completions", "recovered attempts"],
     ..CLAIMING
 };
 
