@@ -152,11 +152,12 @@ pub(crate) const LEADERS: Cell = Cell {
 
 pub(crate) const LEADERS_CRASH: Cell = Cell {
     name: "leaders, server crash and restart",
-    how: "the same stop as below",
+    how: "the same stop as below, and SIGSTOP",
     ttl: CRASH.ttl,
     setting: CRASH.setting,
-    faults: CRASH.faults,
-    every: CRASH.every,
+    faults: &[(1, Fault::Crash), (2, Fault::Pause)],
+    every: (300, 700),
+    pauses: false,
     needs: &["grants", "fenced writes", "cancelled acquires"],
     ..LEADERS
 };
@@ -542,14 +543,13 @@ pub(crate) const CLAIMS_CRASH: Cell = Cell {
     setting: CRASH.setting,
     faults: CRASH.faults,
     every: CRASH.every,
-    needs: &["grants", "completions", "recovered attempts", "unknown completions"],
+    needs: &["grants", "completions", "recovered attempts"],
     ..CLAIMING
 };
 
 pub(crate) const CLAIMS_FAILOVER: Cell = Cell {
     name: "claims, synchronous failover",
     how: "the primary crashes and its synchronous standby is promoted, as above",
-    workers: 6,
     ttl: FAILOVER.ttl,
     seconds: 6,
     setting: FAILOVER.setting,

@@ -74,9 +74,11 @@ pub(crate) const RECOVERED: &str = "recovered";
 /// What begins the reason of a write that was refused because the lease is lost.
 pub(crate) const REJECTED: &str = "rejected";
 
-/// The reasons of an update that found another version, and no row.
+/// The reasons of an update that found another version, no row, and of one that says that a trigger has stopped it, or
+/// that it is not one of a versioned row.
 pub(crate) const CONFLICT: &str = "conflict";
 pub(crate) const GONE: &str = "gone";
+pub(crate) const SUPPRESSED: &str = "suppressed";
 
 /// The reason of the grant of a lock that is held with others.
 pub(crate) const SHARED: &str = "shared";

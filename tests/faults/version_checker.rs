@@ -3,7 +3,7 @@
 //! | I10 | judged | broken when |
 //! |---|---|---|
 //! | the chain | a change that the database has | an update does not raise the version by one, or does not add one to what was there: it has lost an update; a row begins with a version that was used before it; the last is not what the row is |
-//! | answers | an update, an insert, a delete | acknowledged, and not there once, with its versions; known to have failed, and there; there twice, or without its COMMIT; nobody made it |
+//! | answers | an update, an insert, a delete | acknowledged, and not there once, with its versions; known to have failed, and there; there twice, or without its COMMIT; nobody made it; or not made, and it has the version |
 //! | sightings | a load, an acknowledgement, a conflict's current version, a row that is gone | there never was such a version, with that value; it was made by whoever began later; a later one was known before it was asked for; a conflict is with no later version |
 //!
 //! A version follows another, and none comes again, so no search is needed: a register is linearizable if its changes
@@ -13,7 +13,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
 use crate::checker::{Facts, Report, Step};
-use crate::history::{CONFLICT, GONE, Kind, Phase};
+use crate::history::{CONFLICT, GONE, Kind, Phase, SUPPRESSED};
 
 /// What the database has noted, in its order, and the rows in the end.
 #[derive(Clone, Debug, Default)]
@@ -152,6 +152,9 @@ fn answers_are_true(versions: &Versions, steps: &[Step], report: &mut Report) {
         };
         if !right || !found.iter().all(same) {
             report.break_rule("I10", format!("{step:?} has made {found:?}"));
+        }
+        if step.why == SUPPRESSED {
+            report.break_rule("I10", format!("nothing here suppresses a change: {step:?}"));
         }
     }
     for event in made.values().flatten() {

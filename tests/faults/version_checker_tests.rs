@@ -181,6 +181,15 @@ fn a_conflict_is_with_a_later_version() {
     assert_eq!(story.broken(), 1, "there never was one");
 }
 
+// As it is where a version is used again: changed, and back, so that it seems that something else prevents the change.
+#[test]
+fn nothing_but_another_version_prevents_a_change() {
+    let mut story = Story::begins();
+    story.send(1, Kind::Update, Some(10));
+    story.answer(1, Kind::Update, Phase::Fail, None).why = Some(SUPPRESSED.to_owned());
+    assert_eq!(story.broken(), 1);
+}
+
 /// Deleted at 10, and another row in its place.
 fn replaced(by: i64) -> Story {
     let mut story = Story::begins();

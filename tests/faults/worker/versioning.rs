@@ -11,7 +11,7 @@ use sqlx::postgres::PgTransaction;
 use tokio::time::{sleep, timeout};
 
 use super::{Ask, DEADLINE, Mistake, Place, Worker};
-use crate::history::{CONFLICT, GONE, Kind, Phase, Record, now};
+use crate::history::{CONFLICT, GONE, Kind, Phase, Record, SUPPRESSED, now};
 
 /// What the names of rows begin with.
 pub(crate) const ROW: &str = "row ";
@@ -30,6 +30,8 @@ pub(super) async fn work(worker: &Worker) {
     while !*worker.quitting.borrow() {
         let name = worker.dice.borrow_mut().pick(&worker.orders.names).clone();
         let what = worker.dice.borrow_mut().below(100);
+        // That mistake is made by nothing else.
+        let what = if worker.orders.mistake == Some(Mistake::RepeatsUnknown) { 60 } else { what };
         // Whose session is ended begins anew.
         let _done: Option<()> = match what {
             0..25 => worker.change_one(&rows, &name).await,
@@ -110,9 +112,8 @@ impl<'a> Change<'a> {
     /// In a transaction that is given up, no error leaves anything open.
     fn errs(&self, error: &Error, is_sent: bool) {
         match error {
-            Error::Misuse { .. } | Error::Suppressed { .. } | Error::NotVersioned { .. } => {
-                panic!("{error:?}")
-            }
+            Error::Misuse { .. } => panic!("{error:?}"),
+            Error::Suppressed { .. } | Error::NotVersioned { .. } => self.fails(SUPPRESSED),
             Error::Conflict { current, .. } => self.conflicts(*current),
             Error::Gone => self.fails(GONE),
             Error::SerializationFailure { .. } | Error::Deadlock { .. } | Error::RetriesExhausted { .. } => {
