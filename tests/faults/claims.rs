@@ -33,7 +33,7 @@ pub(crate) async fn fill(pool: &PgPool) {
 pub(crate) async fn heal(pool: &PgPool, patience: Duration) -> Option<Duration> {
     let began = now();
     let last: String = sqlx::query_scalar("SELECT clock_timestamp()::text").fetch_one(pool).await.unwrap();
-    let (mut least, mut deadline) = (i64::MAX, Instant::now() + patience);
+    let (mut fewest, mut deadline) = (i64::MAX, Instant::now() + patience);
     while Instant::now() < deadline {
         let left =
             "SELECT count(*) FROM fencepost.claims WHERE state <> 'done' AND due_at <= $1::timestamptz";
@@ -41,8 +41,8 @@ pub(crate) async fn heal(pool: &PgPool, patience: Duration) -> Option<Duration> 
         if left == 0 {
             return Some(Duration::from_nanos(now() - began));
         }
-        if left < least {
-            (least, deadline) = (left, Instant::now() + patience);
+        if left < fewest {
+            (fewest, deadline) = (left, Instant::now() + patience);
         }
         sleep(Duration::from_millis(2)).await;
     }

@@ -78,7 +78,7 @@ struct Change<'a> {
 impl<'a> Change<'a> {
     fn of(worker: &'a Worker, kind: Kind, name: &'a str, base: Option<Version>) -> Self {
         let change = Self { worker, op: worker.next_op(), kind, name, base };
-        change.write(change.record(Phase::Invoke));
+        change.write(&change.record(Phase::Invoke));
         change
     }
 
@@ -87,26 +87,26 @@ impl<'a> Change<'a> {
         Record { token: self.base.map(Version::as_i64), ..record }
     }
 
-    fn write(&self, record: Record) {
-        self.worker.history.write(&record);
+    fn write(&self, record: &Record) {
+        self.worker.history.write(record);
     }
 
     /// From now on it may happen.
     fn is_sent(&self) {
-        self.write(self.record(Phase::Commit));
+        self.write(&self.record(Phase::Commit));
     }
 
     fn is_made(&self, version: Option<Version>) {
-        self.write(Record { value: version.map(Version::as_i64), ..self.record(Phase::Ok) });
+        self.write(&Record { value: version.map(Version::as_i64), ..self.record(Phase::Ok) });
     }
 
     fn conflicts(&self, current: Option<Version>) {
         let value = current.map(Version::as_i64);
-        self.write(Record { value, ..self.record(Phase::Fail).why(CONFLICT) });
+        self.write(&Record { value, ..self.record(Phase::Fail).why(CONFLICT) });
     }
 
     fn fails(&self, why: &str) {
-        self.write(self.record(Phase::Fail).why(why));
+        self.write(&self.record(Phase::Fail).why(why));
     }
 
     /// In a transaction that is given up, no error leaves anything open.
@@ -119,7 +119,7 @@ impl<'a> Change<'a> {
             Error::SerializationFailure { .. } | Error::Deadlock { .. } | Error::RetriesExhausted { .. } => {
                 self.fails(&error.to_string());
             }
-            _ if is_sent => self.write(self.record(Phase::Unknown).why(format!("{error:?}"))),
+            _ if is_sent => self.write(&self.record(Phase::Unknown).why(format!("{error:?}"))),
             _ => self.fails(&format!("{error:?}")),
         }
     }
@@ -184,12 +184,13 @@ impl Worker {
     }
 
     fn isolation(&self) -> &'static str {
-        *self.dice.borrow_mut().pick(&[
-            "BEGIN",
-            "BEGIN ISOLATION LEVEL READ COMMITTED",
-            "BEGIN ISOLATION LEVEL REPEATABLE READ",
-            "BEGIN ISOLATION LEVEL SERIALIZABLE",
-        ])
+        let level = self.dice.borrow_mut().below(4);
+        match level {
+            0 => "BEGIN",
+            1 => "BEGIN ISOLATION LEVEL READ COMMITTED",
+            2 => "BEGIN ISOLATION LEVEL REPEATABLE READ",
+            _ => "BEGIN ISOLATION LEVEL SERIALIZABLE",
+        }
     }
 
     async fn change_one(&self, rows: &Versioned, name: &str) -> Option<()> {
@@ -337,7 +338,9 @@ impl Worker {
                 commit(tx, &made).await
             }
             Err(error) => {
-                changes.iter().for_each(|change| change.errs(&error, false));
+                for change in &changes {
+                    change.errs(&error, false);
+                }
                 None
             }
         }
