@@ -152,7 +152,7 @@ pub(crate) const LEADERS: Cell = Cell {
 
 pub(crate) const LEADERS_CRASH: Cell = Cell {
     name: "leaders, server crash and restart",
-    how: "the same stop as below, and SIGSTOP",
+    how: "the same stop as above, and SIGSTOP",
     ttl: CRASH.ttl,
     setting: CRASH.setting,
     faults: &[(1, Fault::Crash), (2, Fault::Pause)],
@@ -164,7 +164,7 @@ pub(crate) const LEADERS_CRASH: Cell = Cell {
 
 pub(crate) const PERMITS_CRASH: Cell = Cell {
     name: "permits, server crash and restart",
-    how: "the same stop as below",
+    how: "the same stop as above",
     ttl: CRASH.ttl,
     setting: CRASH.setting,
     faults: CRASH.faults,
@@ -175,7 +175,7 @@ pub(crate) const PERMITS_CRASH: Cell = Cell {
 
 pub(crate) const SHARING_CRASH: Cell = Cell {
     name: "members, server crash and restart",
-    how: "the same stop as below",
+    how: "the same stop as above",
     ttl: CRASH.ttl,
     setting: CRASH.setting,
     faults: CRASH.faults,

@@ -109,7 +109,7 @@ impl<'a> Change<'a> {
         self.write(&self.record(Phase::Fail).why(why));
     }
 
-    /// In a transaction that is given up, no error leaves anything open.
+    /// Before its COMMIT is sent no error leaves anything open.
     fn errs(&self, error: &Error, is_sent: bool) {
         match error {
             Error::Misuse { .. } => panic!("{error:?}"),
@@ -137,7 +137,7 @@ impl<'a> Change<'a> {
     }
 }
 
-/// In a transaction that is not begun yet or not committed; `None`: it is over, and that is written down.
+/// Whether it is committed, as far as one knows, is written down for each of its changes.
 async fn commit(tx: PgTransaction<'_>, changes: &[(Change<'_>, Option<Version>)]) -> Option<()> {
     for (change, _) in changes {
         change.is_sent();
