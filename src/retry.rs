@@ -181,7 +181,7 @@ where
 /// Commits by one message, which fails if the transaction is aborted or already over: to a plain COMMIT Postgres
 /// would answer by a rollback, or a warning. The empty transaction that follows gives sqlx one to roll back, since it
 /// does not know of this COMMIT; that goes with the connection's way back to its pool.
-async fn commit(mut tx: PgTransaction<'_>) -> Result<()> {
+pub(crate) async fn commit(mut tx: PgTransaction<'_>) -> Result<()> {
     const STEP: &str = "committing a transaction";
     match tx.execute(sqlx::raw_sql("SELECT; COMMIT AND CHAIN")).await {
         Ok(_) => Ok(()),
@@ -196,7 +196,7 @@ async fn commit(mut tx: PgTransaction<'_>) -> Result<()> {
 }
 
 /// So that it is over when the caller hears of it. Where that fails the connection is broken, and the server ends it.
-async fn roll_back(tx: PgTransaction<'_>) {
+pub(crate) async fn roll_back(tx: PgTransaction<'_>) {
     if let Err(error) = tx.rollback().await {
         tracing::debug!(%error, "fencepost: a rollback failed");
     }

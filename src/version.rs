@@ -36,10 +36,11 @@ use std::hash::Hash;
 use std::time::Duration;
 
 use sqlx::postgres::{PgHasArrayType, PgQueryResult, PgRow};
-use sqlx::{Encode, FromRow, PgConnection, PgPool, Postgres, Row as _, Type};
+use sqlx::{Connection as _, Encode, FromRow, PgConnection, PgPool, Postgres, Row as _, Type};
 
 use crate::error::{self, Error, Result};
 use crate::identifier::{Identifier, Table};
+use crate::retry::{self, Isolation};
 use crate::statement::{Statement, Values};
 use crate::token::Version;
 use crate::wait::Backoff;
@@ -68,7 +69,8 @@ const DELETING: &str = "deleting a row by its version";
 ///
 /// # Errors
 /// As in the [table](crate::version). [`Error::Misuse`] if several rows have the key: it has to be unique. What the
-/// statement did to them stays in your transaction, if there is one: roll back.
+/// statement did to them stays in your transaction, if there is one: roll back. [`Error::Misuse`], too, without a
+/// transaction behind a [pooler](Self::transaction_pooler).
 ///
 /// # Examples
 /// ```no_run
@@ -232,6 +234,10 @@ impl Versioned {
 
     /// Behind a transaction-mode pooler that keeps no prepared statements (PgBouncer before 1.21) sessions are shared, and
     /// so would be the statements' names: with `true` they have none, for one round trip more each time.
+    ///
+    /// Only in a transaction are they on one session, from their preparation to their end. So everything that takes
+    /// a connection needs one that is in a transaction of sqlx's (`begin`), and is an [`Error::Misuse`] without, before
+    /// anything is sent. [`update_with`](Self::update_with) begins its own.
     #[must_use]
     pub fn transaction_pooler(mut self, pooled: bool) -> Self {
         self.pooled = pooled;
@@ -282,7 +288,7 @@ impl Versioned {
             "SELECT t.*, t.{version}::bigint AS fencepost_version FROM {table} AS t WHERE t.{key} = $1"
         );
         let failed = |source| Error::on_callers_objects(READING, source);
-        let rows = self.statement(text, Values::of(&id)?).rows(conn).await.map_err(failed)?;
+        let rows = self.statement(conn, text, Values::of(&id)?)?.rows(conn).await.map_err(failed)?;
         let Some(row) = self.only(&rows)? else { return Ok(None) };
         let version = self.not_null(row.try_get("fencepost_version").map_err(failed)?)?;
         Ok(Some(Current { value: R::from_row(row).map_err(failed)?, version }))
@@ -396,8 +402,11 @@ impl Versioned {
              FROM fencepost_wanted AS w LEFT JOIN fencepost_updated AS u ON u.n = w.fencepost_n \
              LEFT JOIN fencepost_locked AS l ON l.n = w.fencepost_n ORDER BY w.fencepost_n"
         );
-        let answers =
-            self.statement(text, values).rows(conn).await.map_err(|source| failed(UPDATING, source))?;
+        let answers = self
+            .statement(conn, text, values)?
+            .rows(conn)
+            .await
+            .map_err(|source| failed(UPDATING, source))?;
         let failed = |source| Error::on_callers_objects(UPDATING, source);
         let mut many = UpdatedMany { updated: Vec::new(), conflicts: Vec::new(), gone: Vec::new() };
         let mut before = 0;
@@ -442,7 +451,8 @@ impl Versioned {
     /// As for [`update`](Self::update) without a transaction. Between attempts it holds nothing.
     ///
     /// # Database
-    /// Two statements an attempt, each a transaction of its own, on a connection that is returned before each pause.
+    /// Two statements an attempt, each a transaction of its own, on a connection that is returned before each pause. Behind
+    /// a [pooler](Self::transaction_pooler) both in one, so BEGIN and COMMIT are sent, too.
     pub async fn update_with<R, K, E>(
         &self,
         pool: &PgPool,
@@ -457,22 +467,18 @@ impl Versioned {
         let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
         let mut attempts = 0;
         loop {
-            let mut conn =
-                pool.acquire().await.map_err(|source| Error::on_callers_objects(READING, source))?;
-            let Some(read) = self.load(&mut conn, &id).await? else { return Ok(None) };
-            let version = read.version;
-            let changes = decide(read)?;
-            let conflict = match self.update(&mut conn, &id, version, changes).await {
+            let answer = if self.pooled {
+                self.attempt_in_a_transaction(pool, &id, &mut decide).await?
+            } else {
+                self.attempt_in_autocommit(pool, &id, &mut decide).await?
+            };
+            let conflict = match answer {
                 Ok(Update::Updated(new)) => return Ok(Some(new)),
                 Ok(Update::Gone) => return Ok(None),
                 Ok(Update::Conflict { current }) => Error::Conflict { current: Some(current), source: None },
                 Err(failure @ (Error::Conflict { .. } | Error::SerializationFailure { .. })) => failure,
-                Err(Error::Database { doing: UPDATING, source }) if error::leaves_outcome_open(&source) => {
-                    return Err(Error::OutcomeUnknown { step: UPDATING, source }.into());
-                }
                 Err(failure) => return Err(failure.into()),
             };
-            drop(conn);
             attempts += 1;
             if attempts == ATTEMPTS {
                 return Err(Error::RetriesExhausted { attempts, source: Box::new(conflict) }.into());
@@ -480,6 +486,66 @@ impl Versioned {
             tracing::debug!(attempts, %conflict, "fencepost: an update decides anew");
             tokio::time::sleep(backoff.pause()).await;
         }
+    }
+
+    async fn attempt_in_autocommit<R, K, E>(
+        &self,
+        pool: &PgPool,
+        id: &K,
+        decide: &mut impl FnMut(Current<R>) -> Result<Changes, E>,
+    ) -> Result<Result<Update>, E>
+    where
+        R: for<'r> FromRow<'r, PgRow>,
+        K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
+        E: From<Error>,
+    {
+        let mut conn = pool.acquire().await.map_err(|source| Error::on_callers_objects(READING, source))?;
+        Ok(match self.attempt(&mut conn, id, decide).await? {
+            Err(Error::Database { doing: UPDATING, source }) if error::leaves_outcome_open(&source) => {
+                Err(Error::OutcomeUnknown { step: UPDATING, source })
+            }
+            answer => answer,
+        })
+    }
+
+    async fn attempt_in_a_transaction<R, K, E>(
+        &self,
+        pool: &PgPool,
+        id: &K,
+        decide: &mut impl FnMut(Current<R>) -> Result<Changes, E>,
+    ) -> Result<Result<Update>, E>
+    where
+        R: for<'r> FromRow<'r, PgRow>,
+        K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
+        E: From<Error>,
+    {
+        let begun = retry::begin(pool, Isolation::SessionDefault, "").await;
+        let mut tx = begun.map_err(|source| Error::on_callers_objects(READING, source))?;
+        Ok(match self.attempt(&mut tx, id, decide).await? {
+            Ok(updated @ Update::Updated(_)) => retry::commit(tx).await.map(|()| updated),
+            answer => {
+                retry::roll_back(tx).await;
+                answer
+            }
+        })
+    }
+
+    /// The inner result is that of the update; what goes wrong before it goes no further.
+    async fn attempt<R, K, E>(
+        &self,
+        conn: &mut PgConnection,
+        id: &K,
+        decide: &mut impl FnMut(Current<R>) -> Result<Changes, E>,
+    ) -> Result<Result<Update>, E>
+    where
+        R: for<'r> FromRow<'r, PgRow>,
+        K: for<'q> Encode<'q, Postgres> + Type<Postgres>,
+        E: From<Error>,
+    {
+        let Some(read) = self.load(conn, id).await? else { return Ok(Ok(Update::Gone)) };
+        let version = read.version;
+        let changes = decide(read)?;
+        Ok(self.update(conn, id, version, changes).await)
     }
 
     /// Sends the change of one row, and finds out what became of it. `change` is all before WHERE.
@@ -506,7 +572,8 @@ impl Versioned {
              UNION ALL SELECT false, t.{column}::bigint FROM {table} AS t \
              WHERE t.{key} = ${key_at} AND NOT EXISTS (SELECT FROM fencepost_changed)"
         );
-        let rows = self.statement(text, values).rows(conn).await.map_err(|source| failed(doing, source))?;
+        let rows =
+            self.statement(conn, text, values)?.rows(conn).await.map_err(|source| failed(doing, source))?;
         let Some(row) = self.only(&rows)? else { return Ok(Changed::Gone) };
         let failed = |source| Error::on_callers_objects(doing, source);
         let found = self.not_null(row.try_get("version").map_err(failed)?)?;
@@ -528,14 +595,21 @@ impl Versioned {
         let Self { table, key, version: column, .. } = self;
         let text = format!("SELECT t.{column}::bigint AS version FROM {table} AS t WHERE t.{key} = $1");
         let failed = |source| Error::on_callers_objects(READING, source);
-        let rows = self.statement(text, Values::of(id)?).rows(conn).await.map_err(failed)?;
+        let rows = self.statement(conn, text, Values::of(id)?)?.rows(conn).await.map_err(failed)?;
         let Some(row) = self.only(&rows)? else { return Ok(Changed::Gone) };
         let found = self.not_null(row.try_get("version").map_err(failed)?)?;
         if found == version { Err(self.suppressed()) } else { Ok(Changed::Conflict(found)) }
     }
 
-    fn statement(&self, text: String, values: Values) -> Statement {
-        Statement { text, values, named: !self.pooled }
+    fn statement(&self, conn: &PgConnection, text: String, values: Values) -> Result<Statement> {
+        // It is prepared by one message and executed by another one: between the two, a pooler may lend the session to
+        // somebody whose nameless statement would be executed in place of ours.
+        if self.pooled && !conn.is_in_transaction() {
+            return Err(Error::misuse(
+                "behind a transaction-mode pooler a versioned row is read and changed in a transaction (of sqlx: `begin`)",
+            ));
+        }
+        Ok(Statement { text, values, named: !self.pooled })
     }
 
     fn only<'r>(&self, rows: &'r [PgRow]) -> Result<Option<&'r PgRow>> {

@@ -470,6 +470,32 @@ pub(crate) const PERMIT_UNDER_A_WRITE: Canary = Canary {
     ),
 };
 
+/// Whoever has read before the others writes over what they have written.
+pub(crate) const COMPARES_NO_VERSION: Canary = Canary {
+    mistake: "a bulk update that does not compare the versions",
+    made_by: "borisdj/EFCore.BulkExtensions#469",
+    breaks: "I10",
+    cell: &cell::VERSIONS,
+    change: Change::Worker(worker::Mistake::ComparesNoVersion),
+};
+
+pub(crate) const REPEATS_UNKNOWN: Canary = Canary {
+    mistake: "an update that is sent again when its answer was lost",
+    made_by: "golang/go#11978",
+    breaks: "I10",
+    cell: &cell::VERSIONS,
+    change: Change::Worker(worker::Mistake::RepeatsUnknown),
+};
+
+/// So it comes to versions that somebody has read of the row before it.
+pub(crate) const BEGINS_AT_ONE: Canary = Canary {
+    mistake: "a version that was used before",
+    made_by: "rails/rails#19776",
+    breaks: "I10",
+    cell: &cell::VERSIONS,
+    change: Change::Worker(worker::Mistake::BeginsAtOne),
+};
+
 /// Now and then it was granted all the same: nobody knows of that lock, which is free when its session is closed.
 pub(crate) const BELIEVES_TIMEOUTS: Canary = Canary {
     mistake: "a wait for the session's lock itself, whose time-out is believed",

@@ -159,6 +159,40 @@ pub(crate) const LEADERS: Cell = Cell {
     ..TRYING
 };
 
+pub(crate) const LEADERS_CRASH: Cell = Cell {
+    name: "leaders, server crash and restart",
+    how: "the same stop as above, and SIGSTOP",
+    ttl: CRASH.ttl,
+    setting: CRASH.setting,
+    faults: &[(1, Fault::Crash), (2, Fault::Pause)],
+    every: (300, 700),
+    pauses: false,
+    needs: &["grants", "fenced writes", "cancelled acquires"],
+    ..LEADERS
+};
+
+pub(crate) const PERMITS_CRASH: Cell = Cell {
+    name: "permits, server crash and restart",
+    how: "the same stop as above",
+    ttl: CRASH.ttl,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["permits", "writes under a permit"],
+    ..PERMITS
+};
+
+pub(crate) const SHARING_CRASH: Cell = Cell {
+    name: "members, server crash and restart",
+    how: "the same stop as above",
+    ttl: CRASH.ttl,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["grants", "fenced writes"],
+    ..SHARING
+};
+
 pub(crate) const PERMITS: Cell = Cell {
     name: "permits",
     how: "six processes share three permits; the same faults, and SIGSTOP inside a fenced transaction",
@@ -168,6 +202,29 @@ pub(crate) const PERMITS: Cell = Cell {
     pauses: false,
     needs: &["permits", "writes under a permit", "losses signalled"],
     ..LEADERS
+};
+
+pub(crate) const VERSIONS: Cell = Cell {
+    name: "versioned rows",
+    how: "six processes change three rows by their versions, in autocommit and in transactions of every isolation; SIGSTOP, also between a load and its change, SIGKILL, black holes, ended sessions and lost answers",
+    mode: Mode::Version,
+    seconds: 8,
+    ttl: (150, 400),
+    setting: Setting { way: Way::Proxies, ..Setting::PLAIN },
+    faults: &[
+        (10, Fault::Pause),
+        (4, Fault::Kill),
+        (5, Fault::BlackHole),
+        (10, Fault::EndSession(Session::Application)),
+        (10, Fault::EndSession(Session::Fenced)),
+        (30, Fault::CutAnswer("AS t SET")),
+        (10, Fault::CutAnswer("DELETE FROM")),
+        (20, Fault::CutAnswer("COMMIT")),
+    ],
+    every: (5, 60),
+    pauses: false,
+    needs: &["updates", "version conflicts", "unknown updates", "deletes", "inserts"],
+    ..TRYING
 };
 
 /// Six processes share out seven partitions; they leave and join again.
@@ -518,6 +575,30 @@ pub(crate) const CLOCKS_STEPPED_SLOTS: Cell = Cell {
     habits: CLOCKS_STEPPED.habits,
     faults: &[(3, Fault::StepClocks), (3, Fault::Pause), (1, Fault::Kill)],
     ..SLOTTING
+};
+
+pub(crate) const CLAIMS_CRASH: Cell = Cell {
+    name: "claims, server crash and restart",
+    how: "the same stop as above, while attempts are begun, are paused and complete",
+    ttl: (200, 800),
+    seconds: 8,
+    setting: CRASH.setting,
+    faults: CRASH.faults,
+    every: CRASH.every,
+    needs: &["grants", "completions", "recovered attempts"],
+    ..CLAIMING
+};
+
+pub(crate) const CLAIMS_FAILOVER: Cell = Cell {
+    name: "claims, synchronous failover",
+    how: "the primary crashes and its synchronous standby is promoted, as above",
+    ttl: FAILOVER.ttl,
+    seconds: 6,
+    setting: FAILOVER.setting,
+    faults: FAILOVER.faults,
+    every: FAILOVER.every,
+    needs: &["grants", "completions", "recovered attempts"],
+    ..CLAIMING
 };
 
 /// Six tasks in each process contend for three session-level locks.

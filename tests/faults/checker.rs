@@ -13,7 +13,8 @@
 //! | I5 | a stop or a cut longer than the trust | "yes" after it; or no signal within [`SIGNAL_WITHIN`]; or a dead owner lives again |
 //! | I12 | where nothing may be lost, a grant | its loss is signalled |
 //!
-//! I6 of claims is judged in `claim_checker`, I7 of slots in `slot_checker`, I8 and I14, of terms and permits, in `held_checker`.
+//! I6 of claims is judged in `claim_checker`, I7 of slots in `slot_checker`, I8 and I14, of terms and permits, in
+//! `held_checker`, I10 of versions in `version_checker`.
 //!
 //! I12 and I13 of the line are judged in `line_checker`, I4 and I5 of locks in `lock_checker`.
 //!
@@ -29,6 +30,7 @@ use crate::line::Event;
 use crate::line_checker;
 use crate::lock_checker;
 use crate::slot_checker::{self, Slotted};
+use crate::version_checker::{self, Versions};
 
 /// How late the signal of a loss may come after the process runs again. Not a measurement: one is reported.
 pub(crate) const SIGNAL_WITHIN: Duration = Duration::from_secs(2);
@@ -99,6 +101,8 @@ pub(crate) struct Facts {
     pub(crate) claimed: Claimed,
     /// What became of slots, where there were any: judged in `slot_checker`.
     pub(crate) slotted: Slotted,
+    /// What became of versioned rows, where there were any: judged in `version_checker`.
+    pub(crate) versions: Versions,
     /// Owners that were found dead and lived on.
     pub(crate) revived: Vec<String>,
     /// When a primary was left with commits that its successor has not.
@@ -201,6 +205,7 @@ pub(crate) fn check(facts: &Facts) -> Report {
     claim_checker::judge(facts, &steps, &mut report);
     slot_checker::judge(facts, &steps, &mut report);
     held_checker::judge(&steps, &mut report);
+    version_checker::judge(facts, &steps, &mut report);
     for step in &steps {
         count(step, &mut report);
     }

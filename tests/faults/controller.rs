@@ -24,6 +24,8 @@ use crate::locks::{self, LOCK};
 use crate::sharing::Shared;
 use crate::slots;
 use crate::stage::{Stage, Way};
+use crate::versions;
+use crate::worker::versioning::ROW;
 use crate::worker::{Ask, ELECTION, Mode, Place, SEMAPHORE, sharing};
 
 /// The longest that anything here may take, on a slow machine too. Not a measurement.
@@ -98,36 +100,8 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
     let cell = plan.cell;
     let stage = Arc::new(Stage::set(cell.setting, cell.workers).await?);
     let pool = stage.pool();
-    let kind = match cell.mode {
-        Mode::Lead => ELECTION,
-        Mode::Permits => SEMAPHORE,
-        Mode::Lock => LOCK,
-        _ => "",
-    };
-    let names: Vec<String> = if cell.mode == Mode::Share {
-        sharing::names()
-    } else if cell.mode == Mode::Slot {
-        slots::names(&pool, plan.length).await
-    } else {
-        NAMES.iter().take(cell.names).map(|name| format!("{kind}{name}")).collect()
-    };
-    sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
-    for fill in
-        ["INSERT INTO counter SELECT unnest($1::text[]), 0", "INSERT INTO twin SELECT unnest($1::text[]), 0"]
-    {
-        sqlx::query(fill).bind(&names).execute(&pool).await.unwrap();
-    }
-    sqlx::raw_sql(WATCH).execute(&pool).await.unwrap();
-    // What it notes would not outlive a crash.
-    let line = cell.mode == Mode::Wait && !cell.forgets();
-    if line {
-        line::watch(&pool).await;
-    }
-    match cell.mode {
-        Mode::Claim => claims::fill(&pool).await,
-        Mode::Slot => slots::prepare(&pool).await,
-        _ => {}
-    }
+    let names = names(plan, &pool).await;
+    prepare(cell, &pool, &names).await;
     if let Some(canary) = plan.canary {
         canary.install(&pool).await;
     }
@@ -156,10 +130,11 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
             Mode::Claim => claims::heal(&pool, patience).await,
             Mode::Lock => locks::heal(&pool, &names, patience).await,
             Mode::Slot => slots::heal(&pool, patience).await,
+            Mode::Version => versions::heal(&pool, &names, patience).await,
             Mode::Share => shared.insert(crate::sharing::watch(&pool, patience).await).even,
             _ => heal(&pool, &names, patience).await,
         };
-        if line {
+        if has_line(cell) {
             line::quit(&pool).await;
         }
         let failed = fleet.finish().await;
@@ -170,28 +145,77 @@ pub(crate) async fn run(plan: Plan) -> Result<Outcome, &'static str> {
         () = answering => unreachable!("the fleet keeps its sender"),
     };
     let left = left_behind(&pool, cell.setting.way == Way::Pooler).await;
-    let facts = Facts {
-        records: history::read(&folder),
-        stops: fleet.stops(),
-        log: log(&pool).await,
-        counters: values(&pool, "SELECT name, value FROM counter").await,
-        twins: values(&pool, "SELECT name, value FROM twin").await,
-        line: if line { line::read(&pool).await } else { Vec::new() },
-        clock: clock(&pool).await,
-        claimed: match cell.mode {
-            Mode::Claim => claims::read(&pool).await,
-            Mode::Slot => slots::claimed(&pool).await,
-            _ => claims::Claimed::default(),
-        },
-        slotted: if cell.mode == Mode::Slot { slots::read(&pool).await } else { slots::Slotted::default() },
-        revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(&pool).await.unwrap(),
-        failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
-        calm: cell.calm,
-        trust: (cell.mode == Mode::Lock).then(|| locks::trust(cell)),
-    };
+    let facts = facts(cell, &pool, &folder, &fleet).await;
     pool.close().await;
     let processes = fleet.started();
     Ok(Outcome { facts, faults, healed, taken_once_more, failed, left, processes, shared, folder })
+}
+
+/// What a cell's workers contend for.
+async fn names(plan: Plan, pool: &PgPool) -> Vec<String> {
+    let kind = match plan.cell.mode {
+        Mode::Share => return sharing::names(),
+        Mode::Slot => return slots::names(pool, plan.length).await,
+        Mode::Lead => ELECTION,
+        Mode::Permits => SEMAPHORE,
+        Mode::Lock => LOCK,
+        Mode::Version => ROW,
+        _ => "",
+    };
+    NAMES.iter().take(plan.cell.names).map(|name| format!("{kind}{name}")).collect()
+}
+
+/// Whether the database writes down who waits and who is served; what it notes would not outlive a crash.
+fn has_line(cell: &Cell) -> bool {
+    cell.mode == Mode::Wait && !cell.forgets()
+}
+
+/// The tables of the application, and what the database itself writes down.
+async fn prepare(cell: &Cell, pool: &PgPool, names: &[String]) {
+    sqlx::raw_sql(TABLES).execute(pool).await.unwrap();
+    for fill in
+        ["INSERT INTO counter SELECT unnest($1::text[]), 0", "INSERT INTO twin SELECT unnest($1::text[]), 0"]
+    {
+        sqlx::query(fill).bind(names).execute(pool).await.unwrap();
+    }
+    sqlx::raw_sql(WATCH).execute(pool).await.unwrap();
+    if has_line(cell) {
+        line::watch(pool).await;
+    }
+    match cell.mode {
+        Mode::Claim => claims::fill(pool).await,
+        Mode::Slot => slots::prepare(pool).await,
+        Mode::Version => versions::fill(pool, names).await,
+        _ => {}
+    }
+}
+
+/// What is there to judge when all have ended.
+async fn facts(cell: &Cell, pool: &PgPool, folder: &Path, fleet: &Fleet) -> Facts {
+    Facts {
+        records: history::read(folder),
+        stops: fleet.stops(),
+        log: log(pool).await,
+        counters: values(pool, "SELECT name, value FROM counter").await,
+        twins: values(pool, "SELECT name, value FROM twin").await,
+        line: if has_line(cell) { line::read(pool).await } else { Vec::new() },
+        clock: clock(pool).await,
+        claimed: match cell.mode {
+            Mode::Claim => claims::read(pool).await,
+            Mode::Slot => slots::claimed(pool).await,
+            _ => claims::Claimed::default(),
+        },
+        slotted: if cell.mode == Mode::Slot { slots::read(pool).await } else { slots::Slotted::default() },
+        versions: if cell.mode == Mode::Version {
+            versions::read(pool).await
+        } else {
+            versions::Versions::default()
+        },
+        revived: sqlx::query_scalar("SELECT owner::text FROM revived").fetch_all(pool).await.unwrap(),
+        failed_over: fleet.failover().filter(|_| cell.setting.standby == Some(false)),
+        calm: cell.calm,
+        trust: (cell.mode == Mode::Lock).then(|| locks::trust(cell)),
+    }
 }
 
 /// Faults, beside each other, until the time is over and all are awake and reachable again.
@@ -221,7 +245,7 @@ async fn inject(
                     striking.spawn(stop_until_its_token_is_issued_again(Arc::clone(fleet), target, ask));
                 } else if cell.fades_out() && ask.place != Place::Fenced && ask.token % 4 > 0 {
                     striking.spawn(fade_out(Arc::clone(fleet), target, ask));
-                } else if cell.pauses || matches!(cell.mode, Mode::Claim | Mode::Permits | Mode::Slot) {
+                } else if cell.pauses || matches!(cell.mode, Mode::Claim | Mode::Permits | Mode::Slot | Mode::Version) {
                     striking.spawn(stop_where_it_hurts(Arc::clone(fleet), target, ask));
                 } else {
                     fleet.refuse(target);
@@ -296,6 +320,7 @@ async fn stop_where_it_hurts(fleet: Arc<Fleet>, target: Target, ask: Ask) -> Opt
         (true, Place::Claimed) => "paused with a claim",
         (true, Place::Completing) => "paused completing a claim",
         (true, Place::Between) => "paused between two slots",
+        (true, Place::Versioned) => "paused between a load and its change",
     })
 }
 
@@ -359,6 +384,7 @@ async fn overtaken(fleet: &Fleet, ask: &Ask) {
 async fn is_overtaken(pool: &PgPool, ask: &Ask) -> bool {
     let query = match ask.place {
         Place::Claimed | Place::Completing => return claims::overtaken(pool, &ask.name, ask.token).await,
+        Place::Versioned => return versions::overtaken(pool, &ask.name, ask.token).await,
         Place::Between => return slots::overtaken(pool, &ask.name, ask.token).await,
         Place::Fenced | Place::Idle => "SELECT token <> $2 FROM fencepost.leases WHERE name = $1",
         Place::Twin => {

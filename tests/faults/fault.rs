@@ -104,6 +104,8 @@ impl Fault {
             Self::CutAnswer("fencepost.claim_next") => "answer to claimed jobs cut",
             Self::CutAnswer("fencepost.claim_complete") => "answer to a complete cut",
             Self::CutAnswer("fencepost.fence") => "answer to a fence cut",
+            Self::CutAnswer("AS t SET") => "answer to an update cut",
+            Self::CutAnswer("DELETE FROM") => "answer to a delete cut",
             Self::CutAnswer(_) => "answer to a COMMIT cut",
             Self::BlackHole => "black hole",
             Self::Slow => "slowed down",

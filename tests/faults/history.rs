@@ -43,6 +43,14 @@ pub(crate) enum Kind {
     Permit,
     /// A fenced transaction under a permit.
     Use,
+    /// A look at a versioned row: one record from `at` to `until`; the token is its version, the value is what it has.
+    Load,
+    /// A versioned row is updated, or deleted, by its version, which is the token; the value is the new one, or the other
+    /// one that it has.
+    Update,
+    Delete,
+    /// A row is put into the place of one that is gone; the value is its version.
+    Insert,
     /// At the end, what the database still has of a living owner of which nobody holds or waits: one record.
     Rest,
 }
@@ -65,6 +73,12 @@ pub(crate) const RECOVERED: &str = "recovered";
 
 /// What begins the reason of a write that was refused because the lease is lost.
 pub(crate) const REJECTED: &str = "rejected";
+
+/// The reasons of an update that found another version, no row, and of one that says that a trigger has stopped it, or
+/// that it is not one of a versioned row.
+pub(crate) const CONFLICT: &str = "conflict";
+pub(crate) const GONE: &str = "gone";
+pub(crate) const SUPPRESSED: &str = "suppressed";
 
 /// The reason of the grant of a lock that is held with others.
 pub(crate) const SHARED: &str = "shared";

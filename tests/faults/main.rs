@@ -43,6 +43,8 @@ mod slot_checker;
 mod slots;
 mod stage;
 mod timeline;
+mod version_checker;
+mod versions;
 mod worker;
 
 use std::fs;
@@ -112,8 +114,14 @@ cells! {
     answers_about_claims_may_be_cut: REPLY_CUT_CLAIMED,
     slots_run_once_under_faults: EVERYTHING_SLOTS,
     slots_run_once_by_whatever_clocks: CLOCKS_STEPPED_SLOTS,
+    the_server_may_crash_with_claims: CLAIMS_CRASH,
+    a_synchronous_standby_may_take_over_claims: CLAIMS_FAILOVER,
     leaders_may_be_paused_killed_and_cut_off: LEADERS,
     permits_may_be_paused_killed_and_cut_off: PERMITS,
+    the_server_may_crash_with_leaders: LEADERS_CRASH,
+    the_server_may_crash_with_permits: PERMITS_CRASH,
+    the_server_may_crash_with_members: SHARING_CRASH,
+    versions_are_registers_under_faults: VERSIONS,
     session_locks_exclude_through_timeouts_and_cancels: LOCKS_CALM,
     sessions_that_hold_locks_may_be_ended: LOCKS_ENDED,
     the_server_may_crash_with_session_locks: LOCKS_CRASH,
@@ -167,6 +175,9 @@ canaries! {
     a_counter_that_the_dead_leave_raised_is_noticed: COUNTER,
     permits_taken_from_the_living_are_noticed: TAKES_FROM_THE_LIVING,
     a_permit_granted_under_an_open_write_is_noticed: PERMIT_UNDER_A_WRITE,
+    a_bulk_update_that_compares_no_version_is_noticed: COMPARES_NO_VERSION,
+    an_update_that_is_sent_again_when_its_answer_is_lost_is_noticed: REPEATS_UNKNOWN,
+    a_version_that_is_used_again_is_noticed: BEGINS_AT_ONE,
     a_time_out_of_the_sessions_lock_that_is_believed_is_noticed: BELIEVES_TIMEOUTS,
     a_lock_that_excludes_sessions_and_not_tasks_is_noticed: REENTRANT,
     a_release_that_keeps_the_lock_is_noticed: KEEPS_LOCKS,

@@ -20,6 +20,7 @@ mod permits;
 pub(crate) mod sharing;
 mod slotting;
 mod trying;
+pub(crate) mod versioning;
 mod waiting;
 
 pub(crate) use leading::ELECTION;
@@ -115,6 +116,12 @@ impl Habits {
 pub(crate) enum Mistake {
     /// It checks its fence in a transaction of its own, and writes in the next one.
     FenceInAutocommit,
+    /// It updates several versioned rows, whatever their versions are.
+    ComparesNoVersion,
+    /// It sends an update whose answer was lost once more.
+    RepeatsUnknown,
+    /// A row that takes the place of a deleted one begins with version 1.
+    BeginsAtOne,
 }
 
 /// What a worker does.
@@ -132,6 +139,8 @@ pub(crate) enum Mode {
     Permits,
     /// Contends for session-level locks, with several tasks, until told to end.
     Lock,
+    /// Changes versioned rows, until told to end.
+    Version,
     /// Is a member of a group, and writes for the partitions that it is assigned, until told to end.
     Share,
     /// Runs the slots of schedules, until told to end.
@@ -157,6 +166,8 @@ pub(crate) enum Place {
     Completing,
     /// With one slot completed, and others to come.
     Between,
+    /// Between the load of a versioned row and its change; the token is the version.
+    Versioned,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -247,6 +258,8 @@ async fn work(orders: Orders, quitting: watch::Receiver<bool>, going: mpsc::Unbo
         Mode::Once if leading::is_election(first) => leading::once(&worker).await,
         Mode::Once if permits::is_semaphore(first) => permits::once(&worker).await,
         Mode::Once if first.starts_with(LOCK) => locking::once(&worker).await,
+        Mode::Version => versioning::work(&worker).await,
+        Mode::Once if versioning::is_row(first) => versioning::once(&worker).await,
         Mode::Share => sharing::work(Rc::clone(&worker)).await,
         Mode::Once if sharing::are_partitions(&worker.orders.names) => sharing::once(&worker).await,
         Mode::Once => {
@@ -411,7 +424,7 @@ impl Worker {
         };
         let begun = match self.orders.mistake {
             Some(Mistake::FenceInAutocommit) => self.fence_too_early(held).await,
-            None => held.begin_with(&self.pool, isolation).await,
+            _ => held.begin_with(&self.pool, isolation).await,
         };
         let mut tx = match begun {
             Ok(tx) => tx,

@@ -7,11 +7,12 @@ use std::time::Duration;
 use fencepost::claim::{Begun, Claim, Jobs};
 use fencepost::row::RowLock;
 use fencepost::testing::Server;
-use fencepost::{AdvisoryLock, Error, Isolation, Key, Wait, transaction};
-use sqlx::postgres::PgPoolOptions;
+use fencepost::version::{Changes, CheckVersion as _, Current, Versioned};
+use fencepost::{AdvisoryLock, Error, Isolation, Key, Version, Wait, transaction};
+use sqlx::postgres::{PgPoolOptions, PgQueryResult};
 
 use crate::pgbouncer::PgBouncer;
-use crate::support::{LONG, SHORT, connect, hold, lease, owner, until_true, within};
+use crate::support::{LONG, SHORT, connect, database, hold, lease, owner, until_true, within};
 
 async fn server() -> Server {
     // Commits wait for the disk by default: what our own sessions set would be seen.
@@ -235,6 +236,106 @@ async fn transactions_and_row_locks_work_behind_a_transaction_mode_pooler() {
     let mut conn = connect(&pgbouncer.options()).await;
     let row = sqlx::Executor::fetch_one(&mut conn, sqlx::raw_sql("SHOW lock_timeout")).await.unwrap();
     assert_eq!(sqlx::Row::get::<String, _>(&row, 0), "0");
+}
+
+// Found by this test: a nameless statement outside of a transaction is prepared by one message and executed by the next
+// one, and in between the pooler lends the session to somebody with another statement of no name.
+#[tokio::test(flavor = "multi_thread")]
+async fn versions_work_behind_a_transaction_mode_pooler() {
+    let server = server().await;
+    let Some(pgbouncer) = PgBouncer::before(&server, "transaction", 2, "postgres").await else { return };
+    let direct = PgPoolOptions::new().connect_lazy_with(server.options());
+    let rows = Versioned::on("data").unwrap().transaction_pooler(true);
+    let tables =
+        "CREATE TABLE data (id bigint PRIMARY KEY, n bigint); INSERT INTO data VALUES (1, 0), (2, 0); ";
+    let tables = sqlx::AssertSqlSafe(tables.to_owned() + &rows.add_column());
+    sqlx::raw_sql(tables).execute(&direct).await.unwrap();
+    let clients: Vec<_> = (0..8_i64)
+        .map(|client| {
+            let pool = PgPoolOptions::new().max_connections(1).connect_lazy_with(pgbouncer.options());
+            let rows = rows.clone();
+            tokio::spawn(async move {
+                for turn in 0..20 {
+                    let key = 1 + (client + turn) % 2;
+                    one_more_in_each_way(&pool, &rows, key).await;
+                }
+            })
+        })
+        .collect();
+    for client in clients {
+        within("the clients", client).await.unwrap();
+    }
+    // 160 turns: three times one of the rows, once both.
+    until_true(&direct, "each was done", "SELECT bool_and(n = 400) FROM data").await;
+    let idle = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%')";
+    until_true(&direct, "no transaction is left", idle).await;
+}
+
+async fn one_more_in_each_way(pool: &sqlx::PgPool, rows: &Versioned, key: i64) {
+    let read = |read: Current<(i64, i64)>| Ok::<_, Error>(Changes::new().set("n", read.value.1 + 1));
+    loop {
+        // Among eight it may give up.
+        match rows.update_with(pool, key, read).await {
+            Ok(new) => break assert!(new.is_some()),
+            Err(error) => assert!(matches!(error, Error::RetriesExhausted { .. }), "{error:?}"),
+        }
+    }
+    for isolation in [Isolation::ReadCommitted, Isolation::Serializable] {
+        loop {
+            let update = transaction(pool, isolation, |tx| {
+                Box::pin(async move {
+                    let read = rows.load::<(i64, i64), _>(tx, key).await?.ok_or(Error::Gone)?;
+                    let changes = Changes::new().set("n", read.value.1 + 1);
+                    rows.update(tx, key, read.version, changes).await?.into_result()
+                })
+            });
+            match update.await {
+                Ok(_) => break,
+                Err(Error::Conflict { .. } | Error::RetriesExhausted { .. }) => {}
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+    }
+    loop {
+        let mut tx = pool.begin().await.unwrap();
+        let mut versions = Vec::new();
+        let mut ns = Vec::new();
+        for key in [2_i64, 1] {
+            let read = rows.load::<(i64, i64), _>(&mut tx, key).await.unwrap().unwrap();
+            versions.push((key, read.version));
+            ns.push(read.value.1 + 1);
+        }
+        let changes = Changes::new().set_each("n", &ns);
+        if rows.update_many(&mut tx, &versions, changes).await.unwrap().is_complete() {
+            break tx.commit().await.unwrap();
+        }
+        tx.rollback().await.unwrap();
+    }
+}
+
+// Outside of a transaction nothing is sent, also where the statement would be a single one; a BEGIN that sqlx does not
+// know of is none.
+#[tokio::test(flavor = "multi_thread")]
+async fn versions_behind_a_pooler_need_a_transaction() {
+    let (_db, pool) = database().await;
+    let rows = Versioned::on("nowhere").unwrap().transaction_pooler(true);
+    let mut conn = pool.acquire().await.unwrap();
+    sqlx::raw_sql("BEGIN").execute(&mut *conn).await.unwrap();
+    let version = Version::new(1);
+    for refused in [
+        rows.load::<(i64, i64), _>(&mut conn, 1_i64).await.map(drop),
+        rows.update(&mut conn, 1_i64, version, Changes::new()).await.map(drop),
+        rows.update_many(&mut conn, &[(1_i64, version)], Changes::new()).await.map(drop),
+        rows.delete(&mut conn, 1_i64, version).await.map(drop),
+        Ok::<_, sqlx::Error>(PgQueryResult::default())
+            .check_version(&rows, &mut conn, 1_i64, version)
+            .await
+            .map(drop),
+    ] {
+        assert!(matches!(&refused, Err(Error::Misuse { .. })), "{refused:?}");
+    }
+    // The transaction is not aborted: nothing was sent.
+    sqlx::raw_sql("SELECT 1; COMMIT").execute(&mut *conn).await.unwrap();
 }
 
 // C06: a session-level advisory lock would stay with a session of the pooler's. Found out each time, refused before

@@ -185,6 +185,32 @@ async fn versions_cost_the_round_trips_they_say() {
     assert_eq!(version, 3, "it had happened");
 }
 
+// C45: behind a pooler it is in a transaction, of which only the COMMIT leaves open what has happened.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_answer_to_an_update_in_a_transaction_is_no_update() {
+    let (_database, observer, proxy, pool) = through_proxy().await;
+    pool.execute(
+        "CREATE TABLE data (id bigint PRIMARY KEY, version bigint NOT NULL DEFAULT 1, text text);
+         INSERT INTO data VALUES (1)",
+    )
+    .await
+    .unwrap();
+    let data = Versioned::on("data").unwrap().transaction_pooler(true);
+    let mut decided = 0;
+    for (cut, version, is_unknown) in [("is cut", 1_i64, false), ("COMMIT", 2, true)] {
+        proxy.cut_answer_to(cut);
+        let update = data.update_with(&pool, 1_i64, |_: Current<(i64,)>| {
+            decided += 1;
+            Ok::<_, Error>(Changes::new().set("text", "is cut"))
+        });
+        let error = within("the update", update).await.unwrap_err();
+        assert_eq!(matches!(error, Error::OutcomeUnknown { .. }), is_unknown, "{error:?}");
+        let found: i64 = sqlx::query_scalar("SELECT version FROM data").fetch_one(&observer).await.unwrap();
+        assert_eq!(found, version, "{cut}");
+    }
+    assert_eq!((decided, proxy.cuts()), (2, 2));
+}
+
 // A refused try writes nothing: no transaction id, no WAL.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refused_try_writes_nothing() {

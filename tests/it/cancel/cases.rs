@@ -18,7 +18,9 @@ use super::claim_cases::{
 };
 use super::scene::{Case, NAME, Scene};
 use super::schedule_cases::{run_due, slot_complete, slot_fence, slot_lost};
-use super::version_cases::{check_version, delete, load, update, update_many, update_with};
+use super::version_cases::{
+    check_version, delete, load, update, update_many, update_with, update_with_behind_a_pooler,
+};
 use super::{Cut, after_polls, sweep};
 use crate::support::{connect, hold_when_free, lease, owner, until, until_true, within};
 
@@ -109,6 +111,7 @@ cases! {
     "Versioned::delete": delete,
     "Versioned::update_many": update_many,
     "Versioned::update_with": update_with,
+    "Versioned::update_with": update_with_behind_a_pooler,
     "CheckVersion::check_version": check_version,
     "Schedule::run_due": run_due,
     "Slot::lost": slot_lost,

@@ -65,7 +65,14 @@ pub(super) async fn update_many(scene: &Scene, cut: Cut) -> bool {
 
 // It may have happened, as if its answer were lost; once at most.
 pub(super) async fn update_with(scene: &Scene, cut: Cut) -> bool {
-    let table = table(scene).await;
+    update_of(&table(scene).await, scene, cut).await
+}
+
+pub(super) async fn update_with_behind_a_pooler(scene: &Scene, cut: Cut) -> bool {
+    update_of(&table(scene).await.transaction_pooler(true), scene, cut).await
+}
+
+async fn update_of(table: &Versioned, scene: &Scene, cut: Cut) -> bool {
     let decide = |read: Current<(i64,)>| {
         assert_eq!(read.version, Version::new(1));
         Ok::<_, Error>(changes())
