@@ -173,15 +173,35 @@ BEGIN
 
     IF NOT v_found OR v_claim.state = 'ready'
        OR (v_claim.state = 'running' AND coalesce(v_life <= clock_timestamp(), true)) THEN
-        -- 2. A row to lock, and 3. lock it, as a takeover does: it conflicts with what an open complete, fail or fence
-        -- holds, so the end of one attempt and the begin of the next never overlap.
+        IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
+            PERFORM set_config('synchronous_commit', 'on', true);
+        END IF;
+        -- 2. A new row, which runs from the start, or 3. lock the row that is there, as a takeover does: it conflicts
+        -- with what an open complete, fail or fence holds, so the end of one attempt and the begin of the next never
+        -- overlap.
         FOR v_round IN 1..3 LOOP
             IF NOT v_found THEN
                 PERFORM fencepost.claim_valid(p_key, p_kind, p_payload, p_fingerprint, p_max_failures, p_max_crashes);
-                INSERT INTO fencepost.claims (key, kind, state, payload, fingerprint, max_failures, max_crashes, due_at)
-                VALUES (p_key, p_kind, 'ready', p_payload, p_fingerprint, p_max_failures, p_max_crashes,
-                        clock_timestamp())
+                INSERT INTO fencepost.claims (key, kind, state, token, grant_id, owner, payload, fingerprint,
+                                              attempts, max_failures, max_crashes, due_at, started_at)
+                VALUES (p_key, p_kind, 'running', 1, p_grant_id, p_owner, p_payload, p_fingerprint,
+                        1, p_max_failures, p_max_crashes, clock_timestamp(), clock_timestamp())
                 ON CONFLICT ON CONSTRAINT claims_pkey DO NOTHING;
+                IF FOUND THEN
+                    -- The token is drawn now that the row is ours: before, somebody may begin with a larger one,
+                    -- complete, and be pruned. And the owner is judged now: this may have waited for somebody.
+                    UPDATE fencepost.claims c SET token = nextval('fencepost.fencing_token'), label = o.label
+                      FROM fencepost.owners o
+                     WHERE c.key = p_key AND o.id = p_owner AND o.expires_at > clock_timestamp()
+                    RETURNING c.token, c.attempts, c.failures, c.crashes, c.payload
+                         INTO token, attempts, failures, crashes, payload;
+                    IF NOT FOUND THEN
+                        RAISE EXCEPTION 'the owner that begins claim "%" is dead', p_key USING ERRCODE = 'LK003';
+                    END IF;
+                    outcome := 'fresh';
+                    RETURN NEXT;
+                    RETURN;
+                END IF;
             END IF;
             IF p_retry THEN
                 -- Not for long behind somebody's open transaction: 55P03, ask again.
@@ -257,9 +277,6 @@ BEGIN
     END IF;
 
     -- 5. Free, or its owner is dead.
-    IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
-        PERFORM set_config('synchronous_commit', 'on', true);
-    END IF;
     IF v_claim.state = 'running' THEN
         crashes := crashes + 1;
         v_claim.unclear := true;
@@ -332,22 +349,22 @@ BEGIN
         PERFORM fencepost.claim_recover(p_kind);
     END IF;
     LOOP
-        -- Locked in one statement and marked in the next, by their keys: in one, with a limit that the planner does not
-        -- know, it expects thousands and reads the whole table. One job has statements of its own, which need no new
-        -- plan each time: planning takes longer than all the rest.
+        -- Several are locked in one statement and marked in the next, by their keys: in one, with a limit that the
+        -- planner does not know, it expects thousands and reads the whole table. One job has a statement of its own.
         IF v_want = 1 THEN
-            SELECT c.key, c.token, c.label, c.started_at INTO key, previous, label, since FROM fencepost.claims c
-             WHERE c.kind = p_kind AND c.state = 'ready' AND c.due_at <= v_now
-             ORDER BY c.due_at, c.key LIMIT 1 FOR UPDATE SKIP LOCKED;
+            WITH p AS MATERIALIZED (
+                SELECT c.key, c.token, c.label, c.started_at FROM fencepost.claims c
+                 WHERE c.kind = p_kind AND c.state = 'ready' AND c.due_at <= v_now
+                 ORDER BY c.due_at, c.key LIMIT 1 FOR UPDATE SKIP LOCKED)
+            UPDATE fencepost.claims c
+               SET state = 'running', token = nextval('fencepost.fencing_token'), grant_id = p_grant_ids[1],
+                   owner = p_owner, label = v_label, started_at = clock_timestamp(), ended_at = NULL,
+                   attempts = c.attempts + 1
+              FROM p WHERE c.key = p.key
+            RETURNING c.key, c.token, c.grant_id, c.unclear, nullif(p.token, 0), p.label, p.started_at,
+                      c.attempts, c.failures, c.crashes, c.payload
+                 INTO key, token, grant_id, unclear, previous, label, since, attempts, failures, crashes, payload;
             IF FOUND THEN
-                previous := nullif(previous, 0);
-                UPDATE fencepost.claims c
-                   SET state = 'running', token = nextval('fencepost.fencing_token'), grant_id = p_grant_ids[1],
-                       owner = p_owner, label = v_label, started_at = clock_timestamp(), ended_at = NULL,
-                       attempts = c.attempts + 1
-                 WHERE c.key = claim_next.key
-                RETURNING c.token, c.grant_id, c.unclear, c.attempts, c.failures, c.crashes, c.payload
-                     INTO token, grant_id, unclear, attempts, failures, crashes, payload;
                 RETURN NEXT;
                 v_got := 1;
             END IF;

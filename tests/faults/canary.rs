@@ -371,10 +371,10 @@ pub(crate) const RESCUE_BY_RUN_TIME: Canary = Canary {
     change: Change::Functions(&[(
         "fencepost.claim_next",
         &[(
-            "    LOOP\n        -- Locked",
+            "    LOOP\n        -- Several",
             "    UPDATE fencepost.claims c SET state = 'ready', unclear = true WHERE c.key IN (\n        \
              SELECT r.key FROM fencepost.claims r WHERE r.kind = p_kind AND r.state = 'running' \
-             AND r.started_at < v_now - interval '20 ms' FOR UPDATE SKIP LOCKED);\n    LOOP\n        -- Locked",
+             AND r.started_at < v_now - interval '20 ms' FOR UPDATE SKIP LOCKED);\n    LOOP\n        -- Several",
         )],
     )]),
 };

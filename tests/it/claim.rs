@@ -178,6 +178,51 @@ async fn a_begin_beside_another_one_in_flight_is_told_so_or_waits_for_a_new_key(
     }
 }
 
+// A begin of a new key may wait for another one that is then rolled back: its owner is judged after that, and its token
+// is drawn after that.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_begin_that_waited_is_judged_when_the_row_is_its_own() {
+    let (_database, pool) = with_effects().await;
+    let a = owner(&pool, "a", LONG).await;
+    let id = owner_id(&pool, "a").await;
+    for dies in [false, true] {
+        let mut first = pool.begin().await.unwrap();
+        sqlx::query("SELECT fencepost.once('new')").execute(&mut *first).await.unwrap();
+        let waiting = tokio::spawn({
+            let pool = pool.clone();
+            async move {
+                let begin = "SELECT token FROM fencepost.claim_begin('new', $1, gen_random_uuid())";
+                sqlx::query_scalar::<_, i64>(begin).bind(id).fetch_one(&pool).await
+            }
+        });
+        until_true(
+            &pool,
+            "it waits",
+            "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock')",
+        )
+        .await;
+        let later = fresh(&a, &format!("later-{dies}")).await;
+        if dies {
+            let die = "UPDATE fencepost.owners SET expires_at = 'epoch' WHERE id = $1";
+            sqlx::query(die).bind(id).execute(&pool).await.unwrap();
+        }
+        first.rollback().await.unwrap();
+        let begun = within("the begin", waiting).await.unwrap();
+        if dies {
+            let refused = begun.unwrap_err();
+            assert_eq!(refused.as_database_error().unwrap().code().unwrap(), "LK003", "{refused}");
+            let left: i64 = sqlx::query_scalar("SELECT count(*) FROM fencepost.claims WHERE key = 'new'")
+                .fetch_one(&pool)
+                .await
+                .unwrap();
+            assert_eq!(left, 0, "begun for the dead");
+        } else {
+            assert!(begun.unwrap() > later.token().as_i64(), "drawn before the row was its own");
+            sqlx::query("DELETE FROM fencepost.claims WHERE key = 'new'").execute(&pool).await.unwrap();
+        }
+    }
+}
+
 // C36: the same key with another request is never answered with the result of the first.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_request_under_the_same_key_is_a_mismatch_at_any_time() {
