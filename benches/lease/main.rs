@@ -35,6 +35,8 @@
     reason = "timings are what a bench is for; nothing here decides about a lease"
 )]
 
+#[path = "../shared/flush.rs"]
+mod flush;
 #[path = "../shared/quantiles.rs"]
 mod quantiles;
 #[path = "../shared/report.rs"]
@@ -86,13 +88,8 @@ async fn run(scene: &Scene, total: Duration, tcp: bool) -> Result<()> {
     report::heading("A heartbeat");
     sections::heartbeat(scene, total.mul_f64(0.08)).await?;
 
-    scene.slow_flush().await?;
+    flush::takes_a_millisecond(&mut scene.connect().await?).await?;
     obstacles.push("When a flush takes 1 ms:".to_owned());
-    println!(
-        "\nFrom here on a flush takes 1 ms and more. This is a stand-in for a slower disk: commit_delay = 1000 \
-         and\ncommit_siblings = 0 make Postgres sleep 1 ms before each flush that a commit waits for. \
-         Commits that wait for\nno flush do not pay it, as the asynchronous UPDATE shows."
-    );
     report::heading("Acquire and release, a flush takes 1 ms");
     obstacles.extend(sections::pair(scene, total.mul_f64(0.25), 0.65).await?);
     report::heading("A fenced transaction, a flush takes 1 ms");

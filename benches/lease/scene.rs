@@ -5,7 +5,7 @@ use std::time::Duration;
 use fencepost::Owner;
 use fencepost::testing::{Server, TestDatabase};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
-use sqlx::{AssertSqlSafe, ConnectOptions as _, Executor as _, PgConnection, PgPool};
+use sqlx::{ConnectOptions as _, Executor as _, PgConnection, PgPool};
 use uuid::Uuid;
 
 use crate::rounds::Result;
@@ -93,22 +93,6 @@ impl Scene {
     pub(crate) async fn id(&self, owner: &Owner) -> Result<Uuid> {
         let id = "SELECT id FROM fencepost.owners WHERE label = $1 AND expires_at > clock_timestamp()";
         Ok(sqlx::query_scalar(id).bind(owner.label()).fetch_one(&mut self.connect().await?).await?)
-    }
-
-    /// Makes each flush that a commit waits for take at least 1 ms.
-    pub(crate) async fn slow_flush(&self) -> Result<()> {
-        let mut connection = self.connect().await?;
-        for statement in [
-            "ALTER SYSTEM SET commit_siblings = 0",
-            "ALTER SYSTEM SET commit_delay = 1000",
-            "SELECT pg_reload_conf()",
-        ] {
-            connection.execute(AssertSqlSafe(statement)).await?;
-        }
-        // Every session reads it before its next statement, once the signal has arrived.
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        let delay: String = sqlx::query_scalar("SHOW commit_delay").fetch_one(&mut connection).await?;
-        if delay == "1000" { Ok(()) } else { Err(format!("commit_delay is {delay}").into()) }
     }
 }
 

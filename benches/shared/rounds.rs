@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::quantiles::{median, quantile, sorted};
 
-pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
+pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 /// The least number of rounds, however short the time.
 const ROUNDS: usize = 4;

@@ -47,6 +47,8 @@
 
 mod counts;
 mod figures;
+#[path = "../shared/flush.rs"]
+mod flush;
 mod processes;
 #[path = "../shared/quantiles.rs"]
 mod quantiles;
@@ -116,11 +118,7 @@ async fn run(server: &Server, total: Duration) -> Result<()> {
         counted.tear_down().await?;
     }
 
-    scene.slow_flush().await?;
-    println!(
-        "\nFrom here on a flush takes 1 ms and more. This is a stand-in for a slower disk: commit_delay = 1000 \
-         and\ncommit_siblings = 0 make Postgres sleep 1 ms before each flush that a commit waits for."
-    );
+    flush::takes_a_millisecond(&mut scene.look).await?;
     heading("Hand-offs on one lease, a flush takes 1 ms");
     one_lease(&mut scene, part(0.17)).await?;
     heading("Hand-offs of 32 leases at once, a flush takes 1 ms");

@@ -25,7 +25,7 @@ const CONNECTIONS: &str = "400";
 pub(crate) struct Scene {
     database: TestDatabase,
     pub(crate) owner: Owner,
-    look: PgConnection,
+    pub(crate) look: PgConnection,
 }
 
 pub(crate) fn server() -> Result<Server> {
@@ -95,21 +95,6 @@ impl Scene {
     pub(crate) async fn wal(&mut self) -> Result<f64> {
         let written = "SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::float8";
         Ok(sqlx::query_scalar(written).fetch_one(&mut self.look).await?)
-    }
-
-    /// Makes each flush that a commit waits for take at least 1 ms.
-    pub(crate) async fn slow_flush(&mut self) -> Result<()> {
-        for statement in [
-            "ALTER SYSTEM SET commit_siblings = 0",
-            "ALTER SYSTEM SET commit_delay = 1000",
-            "SELECT pg_reload_conf()",
-        ] {
-            self.look.execute(AssertSqlSafe(statement)).await?;
-        }
-        // Every session reads it before its next statement, once the signal has arrived.
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        let delay: String = sqlx::query_scalar("SHOW commit_delay").fetch_one(&mut self.look).await?;
-        if delay == "1000" { Ok(()) } else { Err(format!("commit_delay is {delay}").into()) }
     }
 }
 
