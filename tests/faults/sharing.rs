@@ -18,7 +18,7 @@ const QUIET: Duration = Duration::from_millis(1_500);
 /// How the database had it at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Look {
-    /// The living members, with how many partitions each has.
+    /// The living members, with how many partitions each has. One that has left and joined again is another one.
     pub(crate) members: BTreeMap<String, u32>,
     /// Of each partition that a living member has, the token.
     pub(crate) tokens: BTreeMap<String, i64>,
@@ -90,7 +90,7 @@ pub(crate) async fn watch(pool: &PgPool, patience: Duration) -> Shared {
 
 async fn look(pool: &PgPool) -> Look {
     const LOOK: &str = "\
-        SELECT m.owner::text AS owner, coalesce(l.names, '{}') AS names, coalesce(l.tokens, '{}') AS tokens \
+        SELECT m.owner || '/' || m.joined AS owner, coalesce(l.names, '{}') AS names, coalesce(l.tokens, '{}') AS tokens \
           FROM fencepost.members m JOIN fencepost.owners o ON o.id = m.owner AND o.expires_at > clock_timestamp() \
           LEFT JOIN LATERAL (SELECT array_agg(l.name) AS names, array_agg(l.token) AS tokens FROM fencepost.leases l \
                               WHERE l.owner = m.owner AND l.released_at IS NULL AND l.name LIKE $1 || E'\\t%') l ON true \
