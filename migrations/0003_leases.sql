@@ -320,7 +320,7 @@ REVOKE ALL ON FUNCTION fencepost.owned(uuid) FROM PUBLIC;
 -- only of this token, at once: new fences of it are refused (one whose snapshot is older than this may still
 -- pass, and is waited for), and the next grant, to the head of the queue, waits for the fences still open. The
 -- holder is told by its next heartbeat. revoked: there was a grant to end, alive or not. (Of a semaphore: of whoever has
--- permits, and a row more for each that was granted some.)
+-- permits, and a row more for each that was granted some.) One in a transaction: it keeps what it locks.
 CREATE FUNCTION fencepost.revoke(p_name text, p_token bigint DEFAULT NULL)
 RETURNS TABLE (revoked boolean, waiting boolean, wake_channel text, wake_payload text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$

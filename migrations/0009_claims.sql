@@ -176,6 +176,10 @@ BEGIN
         IF current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
             PERFORM set_config('synchronous_commit', 'on', true);
         END IF;
+        -- Asked again, not for long behind somebody's open transaction: 55P03, ask again.
+        IF p_retry AND current_setting('lock_timeout') = '0' THEN
+            PERFORM set_config('lock_timeout', '100ms', true);
+        END IF;
         -- 2. A new row, which runs from the start, or 3. lock the row that is there, as a takeover does: it conflicts
         -- with what an open complete, fail or fence holds, so the end of one attempt and the begin of the next never
         -- overlap.
@@ -189,8 +193,10 @@ BEGIN
                 ON CONFLICT ON CONSTRAINT claims_pkey DO NOTHING;
                 IF FOUND THEN
                     -- The token is drawn now that the row is ours: before, somebody may begin with a larger one,
-                    -- complete, and be pruned. And the owner is judged now: this may have waited for somebody.
-                    UPDATE fencepost.claims c SET token = nextval('fencepost.fencing_token'), label = o.label
+                    -- complete, and be pruned. So are owner and time: this may have waited for somebody.
+                    UPDATE fencepost.claims c
+                       SET token = nextval('fencepost.fencing_token'), label = o.label,
+                           due_at = clock_timestamp(), started_at = clock_timestamp()
                       FROM fencepost.owners o
                      WHERE c.key = p_key AND o.id = p_owner AND o.expires_at > clock_timestamp()
                     RETURNING c.token, c.attempts, c.failures, c.crashes, c.payload
@@ -204,10 +210,6 @@ BEGIN
                 END IF;
             END IF;
             IF p_retry THEN
-                -- Not for long behind somebody's open transaction: 55P03, ask again.
-                IF current_setting('lock_timeout') = '0' THEN
-                    PERFORM set_config('lock_timeout', '100ms', true);
-                END IF;
                 SELECT c.* INTO v_locked FROM fencepost.claims c WHERE c.key = p_key FOR UPDATE;
             ELSE
                 SELECT c.* INTO v_locked FROM fencepost.claims c WHERE c.key = p_key FOR UPDATE SKIP LOCKED;
@@ -247,7 +249,7 @@ BEGIN
     payload := v_claim.payload;
     label := v_claim.label;
     since := v_claim.started_at;
-    IF v_claim.fingerprint IS DISTINCT FROM p_fingerprint AND p_fingerprint IS NOT NULL THEN
+    IF v_found AND v_claim.fingerprint IS DISTINCT FROM p_fingerprint AND p_fingerprint IS NOT NULL THEN
         outcome := 'mismatch';
         RETURN NEXT;
         RETURN;

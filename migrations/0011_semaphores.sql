@@ -3,7 +3,7 @@
 -- A grant of several permits is several rows with one pair (token, grant_id). A row (a *slot*) outlives its release and is
 -- granted again. A counter would be smaller, and wrong: nobody could say which part of it belongs to the dead.
 --
--- To release, fence, hand_over and withdraw, and in waiters and owned, a semaphore is known as
+-- To release, revoke, fence, hand_over and withdraw, and in waiters and owned, a semaphore is known as
 -- 'fencepost:semaphore:' || name.
 --
 -- Lock order: the semaphore's row, then its slots (skipping locked ones), then owners by id. Whoever grants or

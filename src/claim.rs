@@ -116,7 +116,8 @@ impl Begun {
     }
 }
 
-/// An attempt that ended without a word.
+/// An attempt that ended without a word; if others have begun since and were given back as if they had never, the last
+/// of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Previous {

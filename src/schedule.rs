@@ -60,8 +60,8 @@ use rule::{Look, Rule};
 /// - No slot runs before it is due by the database's clock, and none that was due before the schedule was first
 ///   looked at, except those of [`at`](Self::at).
 /// - The rule belongs to the name: change it, and the slots of the new rule count from now on.
-/// - That a slot is done is known as long as its claim is kept, or until all before it is done as well: prune no claims
-///   ([`prune`](crate::claim::prune)) that are younger than the time after which slots are [missed](Missed).
+/// - That a slot is done is known as long as its claim is kept, and for good when all before it are done as well: prune no
+///   claims ([`prune`](crate::claim::prune)) that are younger than the time after which slots are [missed](Missed).
 ///
 /// # Examples
 /// ```no_run
@@ -224,7 +224,8 @@ impl Schedule {
     /// Does not run a slot while another slot of this schedule is running, here or elsewhere: it runs later.
     ///
     /// By belief as any lease ([`Slot::is_held`], [`Slot::lost`]), and by what is committed: as long as a transaction
-    /// that has passed [`Slot::complete`] or [`Slot::fence`] is open, no other slot is begun.
+    /// that has passed [`Slot::complete`] or [`Slot::fence`] is open, nobody else begins a slot, and after `complete`
+    /// nobody does. The lease ends with [`run_due`](Self::run_due): whoever has a clone of a slot then has lost it.
     #[must_use]
     pub fn one_at_a_time(self) -> Self {
         Self { one_at_a_time: true, ..self }
@@ -250,15 +251,16 @@ impl Schedule {
     ///
     /// # Errors
     /// - The work's own, at once: the slot has failed, and is run again by the next look; after ten failures it is poison,
-    ///   and waits for [`Claim::retry`] of its [key](Self::key).
+    ///   and waits for [`Claim::retry`] of its [key](Self::key). (An error after [`Slot::complete`] counts as a crash, of
+    ///   which three make poison: whether its transaction committed is not known here.)
     /// - Those of [`Claim::begin`], and [`Error::Lost`] if the slot was lost before it could be completed.
     ///
     /// # Cancel safety
     /// Safe: the slot that is running counts as crashed, and is run again by whoever looks next.
     ///
     /// # Database
-    /// One statement if nothing is due; for each slot one to begin, and a transaction to complete it, or a statement to find
-    /// that the work has done so; one to settle. [`one_at_a_time`](Self::one_at_a_time) adds a lease, and its fence to each
+    /// One statement if nothing is due; for each slot one to begin and one to look whether it is still to be run, and a
+    /// transaction to complete it, or a statement to find that the work has done so; one to settle. [`one_at_a_time`](Self::one_at_a_time) adds a lease, and its fence to each
     /// completion.
     pub async fn run_due<E, F>(
         &self,
@@ -286,44 +288,60 @@ impl Schedule {
                 looked.look_again = looked.look_again.min(SOON);
                 return Ok(looked);
             };
-            Some(Arc::new(held))
+            Some(Alone(Arc::new(held)))
         } else {
             None
         };
+        let is_lost = || alone.as_ref().is_some_and(Alone::is_lost);
         let (mut settled, mut all_done) = (None, true);
         for at in due {
+            if is_lost() {
+                looked.look_again = looked.look_again.min(SOON);
+                break;
+            }
             let claim = Claim::named(&self.key(at))?;
-            let is_done = match claim.begin(owner).await? {
+            let (is_done, may_run) = match claim.begin(owner).await? {
                 Begun::Fresh(attempt) | Begun::Recovered(attempt, _) => {
+                    // The begin may have come late: others may have run it, and its claim may have been pruned.
+                    let is_open = at > self.rule.closed(self.look(owner).await?, self.missed);
                     // The owner may have started again meanwhile: then somebody else may be at another slot.
-                    let alone = alone.clone().filter(|_| !Mistake::AsksForTheLeaseOnce.is_made());
-                    if alone.as_ref().is_some_and(|held| !held.is_held()) {
-                        attempt.release().await?;
-                        looked.look_again = looked.look_again.min(SOON);
-                        break;
+                    if !is_open || is_lost() {
+                        give_back(attempt).await;
+                        (!is_open, is_open)
+                    } else {
+                        let (attempt, alone) = (Arc::new(attempt), alone.as_ref().and_then(Alone::of_a_slot));
+                        let slot = Slot { at, attempt, alone, is_completed: Arc::default() };
+                        let is_done = run(slot, pool, &claim, owner, &mut work).await?;
+                        looked.ran.extend(is_done.then_some(at));
+                        // A transaction may be open that completes it.
+                        (is_done, !is_done)
                     }
-                    let attempt = Arc::new(attempt);
-                    let slot = Slot { at, attempt, alone, is_completed: Arc::default() };
-                    let is_done = run(slot, pool, &claim, owner, &mut work).await?;
-                    looked.ran.extend(is_done.then_some(at));
-                    is_done
                 }
-                Begun::Replay(_) => true,
-                _ => false,
+                Begun::Replay(_) => (true, false),
+                Begun::InProgress { .. } => (false, true),
+                _ => (false, false),
             };
             if !is_done {
                 all_done = false;
                 looked.look_again = looked.look_again.min(SOON);
+                if may_run && alone.is_some() {
+                    break;
+                }
             }
             if all_done {
                 settled = Some(at);
             }
         }
-        if let Some(at) = settled {
-            self.settle(owner, at).await?;
+        // What is done is done, whatever comes of this: the next look settles, and the owner sees to the lease.
+        if let Some(at) = settled
+            && let Err(error) = self.settle(owner, at).await
+        {
+            tracing::debug!(schedule = %self.name, %error, "fencepost: slots were not settled");
         }
-        if let Some(held) = alone {
-            held.give_back().await?;
+        if let Some(Alone(held)) = &alone
+            && let Err(error) = held.give_back().await
+        {
+            tracing::debug!(schedule = %self.name, %error, "fencepost: the schedule's lease was not released");
         }
         if !looked.ran.is_empty() {
             looked.look_again = Duration::ZERO;
@@ -370,6 +388,32 @@ fn own_clock() -> DateTime<Utc> {
     DateTime::from_timestamp_micros(crate::sql::micros(since)).unwrap_or_default()
 }
 
+/// The lease of one at a time, until the look is over, whoever has a clone of a slot.
+struct Alone(Arc<HeldLease>);
+
+impl Alone {
+    fn is_lost(&self) -> bool {
+        !Mistake::AsksForTheLeaseOnce.is_made() && !self.0.is_held()
+    }
+
+    fn of_a_slot(&self) -> Option<Arc<HeldLease>> {
+        (!Mistake::AsksForTheLeaseOnce.is_made()).then(|| Arc::clone(&self.0))
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        self.0.give_back_soon();
+    }
+}
+
+/// Nothing has been done with it. Where the database cannot be told, the owner sees to it.
+async fn give_back(attempt: Attempt) {
+    if let Err(error) = attempt.release().await {
+        tracing::debug!(%error, "fencepost: a slot was not given back");
+    }
+}
+
 /// On the owner's connections. Safe to repeat.
 async fn call(owner: &Owner, step: &'static str, call: Call) -> Result<Vec<PgRow>> {
     let shared = Arc::clone(owner.shared());
@@ -409,7 +453,7 @@ where
         return match claim.begin(owner).await? {
             Begun::Replay(_) => Ok(true),
             Begun::Fresh(other) | Begun::Recovered(other, _) => {
-                other.release().await?;
+                give_back(other).await;
                 Ok(false)
             }
             _ => Ok(false),

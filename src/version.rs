@@ -443,12 +443,13 @@ impl Versioned {
     /// - The closure's own, at once.
     /// - [`Error::RetriesExhausted`] after 20 attempts, with the last conflict as its source. Between them it pauses at
     ///   random, 2 ms at most at first, then twice as long each time, up to half a second.
-    /// - [`Error::OutcomeUnknown`]: the connection broke while the update was on its way, which is never tried
-    ///   again. Look up whether it happened.
-    /// - As for [`Versioned`]; [`Error::PoolExhausted`] if the pool has no connection in time.
+    /// - [`Error::OutcomeUnknown`]: the connection broke while the update, or its COMMIT behind a pooler, was on its way,
+    ///   which is never tried again. Look up whether it happened.
+    /// - As for [`Versioned`]; [`Error::PoolExhausted`] if the pool has no connection in time. Behind a pooler, whatever
+    ///   refuses the COMMIT: a deferred constraint, say.
     ///
     /// # Cancel safety
-    /// As for [`update`](Self::update) without a transaction. Between attempts it holds nothing.
+    /// As for [`update`](Self::update) without a transaction; behind a pooler as with one. Between attempts it holds nothing.
     ///
     /// # Database
     /// Two statements an attempt, each a transaction of its own, on a connection that is returned before each pause. Behind
@@ -521,13 +522,12 @@ impl Versioned {
     {
         let begun = retry::begin(pool, Isolation::SessionDefault, "").await;
         let mut tx = begun.map_err(|source| Error::on_callers_objects(READING, source))?;
-        Ok(match self.attempt(&mut tx, id, decide).await? {
-            Ok(updated @ Update::Updated(_)) => retry::commit(tx).await.map(|()| updated),
-            answer => {
-                retry::roll_back(tx).await;
-                answer
-            }
-        })
+        let answer = self.attempt(&mut tx, id, decide).await;
+        if let Ok(Ok(updated @ Update::Updated(_))) = answer {
+            return Ok(retry::commit(tx).await.map(|()| updated));
+        }
+        retry::roll_back(tx).await;
+        answer
     }
 
     /// The inner result is that of the update; what goes wrong before it goes no further.

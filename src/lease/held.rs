@@ -225,6 +225,14 @@ impl HeldLease {
         }
     }
 
+    /// The same in the background, if it has not been given back.
+    pub(crate) fn give_back_soon(&self) {
+        if !self.released.swap(true, Ordering::AcqRel) {
+            let (shared, held) = (Arc::clone(self.owner.shared()), Arc::clone(&self.held));
+            self.owner.shared().run_unattended(give_up(shared, held));
+        }
+    }
+
     /// What is held, for whoever may have to end it for its holder.
     pub(crate) fn handle(&self) -> Arc<Held> {
         Arc::clone(&self.held)
@@ -245,10 +253,7 @@ impl HeldLease {
 
 impl Drop for HeldLease {
     fn drop(&mut self) {
-        if !self.released.load(Ordering::Acquire) {
-            let release = release(Arc::clone(self.owner.shared()), Arc::clone(&self.held));
-            self.owner.shared().run_unattended(async { drop(release.await) });
-        }
+        self.give_back_soon();
     }
 }
 

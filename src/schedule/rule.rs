@@ -66,21 +66,25 @@ impl Rule {
 
     /// The slots to be run, the earliest first: due by the database's clock, not settled, and not missed for good.
     pub(super) fn due(&self, look: Look, missed: Missed) -> Vec<DateTime<Utc>> {
-        let horizon =
-            TimeDelta::from_std(missed.horizon()).ok().and_then(|back| look.now.checked_sub_signed(back));
-        // Slots that are listed one by one are meant, whenever the list was first seen.
-        let since = if matches!(self, Self::At(_)) { None } else { Some(look.since) };
-        let after = [horizon, since, look.settled].into_iter().flatten().max();
-        let after = after.unwrap_or(DateTime::<Utc>::MIN_UTC);
+        let closed = self.closed(look, missed);
         match missed {
             Missed::Skip | Missed::Last(_) => {
-                self.last_until(look.now).filter(|slot| *slot > after).into_iter().collect()
+                self.last_until(look.now).filter(|slot| *slot > closed).into_iter().collect()
             }
-            Missed::All(_) => std::iter::successors(self.next_after(after), |slot| self.next_after(*slot))
+            Missed::All(_) => std::iter::successors(self.next_after(closed), |slot| self.next_after(*slot))
                 .take_while(|slot| *slot <= look.now)
                 .take(MOST)
                 .collect(),
         }
+    }
+
+    /// Slots until here are settled, missed for good, or of a time before the schedule.
+    pub(super) fn closed(&self, look: Look, missed: Missed) -> DateTime<Utc> {
+        let horizon =
+            TimeDelta::from_std(missed.horizon()).ok().and_then(|back| look.now.checked_sub_signed(back));
+        // Slots that are listed one by one are meant, whenever the list was first seen.
+        let since = if matches!(self, Self::At(_)) { None } else { Some(look.since) };
+        [horizon, since, look.settled].into_iter().flatten().max().unwrap_or(DateTime::<Utc>::MIN_UTC)
     }
 }
 

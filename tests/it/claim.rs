@@ -206,6 +206,8 @@ async fn a_begin_that_waited_is_judged_when_the_row_is_its_own() {
             let die = "UPDATE fencepost.owners SET expires_at = 'epoch' WHERE id = $1";
             sqlx::query(die).bind(id).execute(&pool).await.unwrap();
         }
+        let rolled_back: String =
+            sqlx::query_scalar("SELECT clock_timestamp()::text").fetch_one(&pool).await.unwrap();
         first.rollback().await.unwrap();
         let begun = within("the begin", waiting).await.unwrap();
         if dies {
@@ -218,6 +220,9 @@ async fn a_begin_that_waited_is_judged_when_the_row_is_its_own() {
             assert_eq!(left, 0, "begun for the dead");
         } else {
             assert!(begun.unwrap() > later.token().as_i64(), "drawn before the row was its own");
+            let since = "SELECT started_at > $1::timestamptz FROM fencepost.claims WHERE key = 'new'";
+            let since: bool = sqlx::query_scalar(since).bind(&rolled_back).fetch_one(&pool).await.unwrap();
+            assert!(since, "it has not run while it waited");
             sqlx::query("DELETE FROM fencepost.claims WHERE key = 'new'").execute(&pool).await.unwrap();
         }
     }

@@ -344,6 +344,90 @@ async fn one_at_a_time_who_has_lost_the_lease_between_two_slots_begins_no_more()
     assert_eq!(runs(&pool).await.len(), 3);
 }
 
+// Whoever watches a slot has a clone of it, and may go on watching when the look has failed or was given up.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_at_a_time_ends_with_the_look_whoever_has_a_clone_of_the_slot() {
+    let (_database, pool) = nights().await;
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    let slots = [hours_ago(&pool, 2).await];
+    let schedule = Schedule::at("alone", slots).unwrap().missed(Missed::All(DAY)).unwrap().one_at_a_time();
+    for fails in [true, false] {
+        let watcher = Arc::new(std::sync::Mutex::new(None));
+        let begun = tokio::sync::Notify::new();
+        let looked = schedule.run_due(&a, &pool, |slot| {
+            *watcher.lock().unwrap() = Some(tokio::spawn(async move { slot.lost().await }));
+            begun.notify_one();
+            async move {
+                if fails { Err(Error::from(sqlx::Error::RowNotFound)) } else { std::future::pending().await }
+            }
+        });
+        tokio::select! {
+            failed = looked => assert!(fails && failed.is_err(), "{failed:?}"),
+            () = begun.notified(), if !fails => {}
+        }
+        let watcher = watcher.lock().unwrap().take().unwrap();
+        within("the watcher is told", watcher).await.unwrap();
+    }
+    let ran = until("somebody else runs it", async || {
+        let ran = look(&schedule, &b, &pool).await.ran;
+        (!ran.is_empty()).then_some(ran)
+    });
+    assert_eq!(ran.await, slots);
+}
+
+// The work may leave its transaction to a task and say that it is done.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_at_a_time_the_next_slot_waits_for_the_commit_of_the_one_before() {
+    let (_database, pool) = nights().await;
+    let a = owner(&pool, "a", LONG).await;
+    let slots = [hours_ago(&pool, 3).await, hours_ago(&pool, 2).await];
+    let schedule = Schedule::at("alone", slots).unwrap().missed(Missed::All(DAY)).unwrap().one_at_a_time();
+    let left = Arc::new(std::sync::Mutex::new(None));
+    let looked = schedule.run_due(&a, &pool, |slot| {
+        let (pool, left) = (pool.clone(), Arc::clone(&left));
+        async move {
+            assert_eq!(slot.at(), slots[0], "begun while the one before may commit");
+            let mut tx = pool.begin().await?;
+            slot.complete(&mut tx).await?;
+            *left.lock().unwrap() = Some(tx);
+            Ok::<_, Error>(())
+        }
+    });
+    let looked = within("the look", Box::pin(looked)).await.unwrap();
+    assert!(looked.ran.is_empty(), "{looked:?}");
+    let left = left.lock().unwrap().take().unwrap();
+    left.commit().await.unwrap();
+    assert_eq!(look(&schedule, &a, &pool).await.ran, slots[1..]);
+}
+
+// A look may be old when it begins a slot: others have run it, and its claim has been pruned since, as it may be.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slot_that_was_done_and_pruned_since_the_look_is_not_run_again() {
+    let (_database, pool) = nights().await;
+    let (a, b) = (owner(&pool, "a", LONG).await, owner(&pool, "b", LONG).await);
+    // The last of them is missed in a moment, and its claim may be pruned then.
+    let horizon = Duration::from_secs(3);
+    let last = now(&pool).await;
+    let slots = [last - TimeDelta::milliseconds(1), last];
+    let schedule = Schedule::at("short", slots).unwrap().missed(Missed::All(horizon)).unwrap();
+    let looked = schedule.run_due(&a, &pool, |slot| {
+        let (schedule, a, b, pool) = (schedule.clone(), a.clone(), b.clone(), pool.clone());
+        async move {
+            assert_eq!(slot.at(), slots[0], "run again");
+            assert_eq!(look(&schedule, &b, &pool).await.ran, slots[1..]);
+            let pruned = async || {
+                let pruned =
+                    fencepost::claim::prune(&mut pool.acquire().await.unwrap(), horizon).await.unwrap();
+                (pruned > 0).then_some(())
+            };
+            until("it is pruned", pruned).await;
+            write_down(slot, &a, &pool).await
+        }
+    });
+    assert_eq!(within("the look", Box::pin(looked)).await.unwrap().ran, slots[..1]);
+    assert_eq!(runs(&pool).await.len(), 2);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn one_at_a_time_is_no_lease_that_people_take() {
     let (_database, pool) = nights().await;
