@@ -10,8 +10,8 @@
 //! | action | atomic steps |
 //! |---|---|
 //! | look | the clock and the mark are read, and what is due is computed · the lease is tried |
-//! | run | a slot is begun · completed, in the transaction of the effect · commit, or roll back |
-//! | finish | what is done is settled, the lease is released |
+//! | run | a slot is begun, and given back if it is settled by now · completed, in the transaction of the effect · commit, or roll back |
+//! | finish | what is done is settled, the lease is released · what is settled is pruned |
 //! | time | the database's clock goes on; a dead client's owner expires; one that has lost its life starts again, whatever it is at |
 //! | faults | a client dies, or is paused beyond its ttl; a slot fails |
 //!
@@ -27,7 +27,7 @@
 //! | what a begin and a complete do | `claim.rs`; here each is one step |
 //! | heartbeats in flight, tokens, lost answers | `lease.rs` and `claim.rs` |
 //! | the age at which a slot is missed | it is never so old here; `rule.rs` has tests of its own |
-//! | claims that are pruned | long after they were settled |
+//! | claims that are pruned because they are old | as here those that are settled: what is so old is missed |
 
 use crate::explore::Model;
 use crate::letter;
@@ -41,6 +41,8 @@ mutants! {
     DoneWhenBegun,
     /// Settled is what was due, though somebody is still at it.
     SettlesUnfinished,
+    /// What was due at the look is run, though others have run it and its claim is pruned.
+    TrustsTheLook,
     /// One at a time without the lease.
     NoLock,
     /// The next slot is begun under whatever life there is by then; the lease was of another one.
@@ -53,7 +55,7 @@ impl Mutant {
     /// Which promise it breaks.
     fn breaks(self) -> &'static str {
         match self {
-            Self::FromNow => ONCE,
+            Self::FromNow | Self::TrustsTheLook => ONCE,
             Self::DueByOwnClock => DUE,
             Self::DoneWhenBegun | Self::SettlesUnfinished => Slots::NEVER_STUCK,
             Self::NoLock | Self::BeginsUnderAnotherLife | Self::CompletesWithoutLease => ALONE,
@@ -154,6 +156,8 @@ enum Action {
     RollBack(u8),
     Fail(u8),
     Finish(u8),
+    /// A slot, by its number.
+    Prune(u8),
     Expire(u8),
     Restart(u8),
     // Faults.
@@ -276,6 +280,9 @@ impl Slots {
             Claim::Running(holder) if state.lives(holder) || state.is_open(slot) => {
                 self.is(Mutant::SettlesUnfinished)
             }
+            Claim::Running(_) | Claim::Ready if slot <= state.settled && !self.is(Mutant::TrustsTheLook) => {
+                true
+            }
             Claim::Running(_) | Claim::Ready => {
                 let life = state.client(number).life;
                 let of_another_life = run.lease.is_some_and(|lease| lease != life);
@@ -350,11 +357,18 @@ impl Model for Slots {
             Action::Lapse,
         ];
         let of_each = (0..self.clients).flat_map(|client| each.map(|action| action(client)));
-        std::iter::once(Action::Tick).chain(of_each).collect()
+        let prunes = (1..).take(SLOTS).map(Action::Prune);
+        std::iter::once(Action::Tick).chain(prunes).chain(of_each).collect()
     }
 
     fn after(&self, before: &State, action: Action) -> Option<State> {
         let mut state = before.clone();
+        if let Action::Prune(slot) = action {
+            let slot = usize::from(slot) * PERIOD;
+            let is_old = slot <= before.settled && before.claims[slot] == Claim::Done;
+            state.claims[slot] = Claim::Ready;
+            return is_old.then_some(state);
+        }
         let (Action::Look(number)
         | Action::Lock(number)
         | Action::Begin(number)
@@ -464,6 +478,7 @@ impl Model for Slots {
                 let slot = *before.client(number).doing.run()?.due.first()?;
                 match before.claims[slot] {
                     Claim::Done => Some(FOUND_DONE),
+                    Claim::Ready if slot <= before.settled => Some(FOUND_SETTLED),
                     _ if after.client(number).doing == Doing::Idle => Some(GIVES_UP),
                     Claim::Running(_) if after.claims[slot] != before.claims[slot] => Some(RECOVERED),
                     Claim::Running(_) => Some(IN_PROGRESS),
@@ -477,10 +492,14 @@ impl Model for Slots {
 
     fn sights(&self) -> &'static [&'static str] {
         match (self.alone, self.last) {
-            (false, false) => &[FOUND_DONE, RECOVERED, IN_PROGRESS, REFUSED],
-            (false, true) => &[FOUND_DONE, RECOVERED, IN_PROGRESS, REFUSED, MISSED],
-            (true, false) => &[FOUND_DONE, RECOVERED, REFUSED, BUSY, WAITS_FOR_COMMIT, GIVES_UP],
-            (true, true) => &[FOUND_DONE, RECOVERED, REFUSED, BUSY, WAITS_FOR_COMMIT, GIVES_UP, MISSED],
+            (false, false) => &[FOUND_DONE, FOUND_SETTLED, RECOVERED, IN_PROGRESS, REFUSED],
+            (false, true) => &[FOUND_DONE, FOUND_SETTLED, RECOVERED, IN_PROGRESS, REFUSED, MISSED],
+            (true, false) => {
+                &[FOUND_DONE, FOUND_SETTLED, RECOVERED, REFUSED, BUSY, WAITS_FOR_COMMIT, GIVES_UP]
+            }
+            (true, true) => {
+                &[FOUND_DONE, FOUND_SETTLED, RECOVERED, REFUSED, BUSY, WAITS_FOR_COMMIT, GIVES_UP, MISSED]
+            }
         }
     }
 
@@ -520,6 +539,7 @@ impl Model for Slots {
             Action::Finish(number) => {
                 format!("{} is through; settled up to {}", client(number), after.settled)
             }
+            Action::Prune(slot) => format!("what is known of {} is pruned", usize::from(slot) * PERIOD),
             Action::Expire(number) => format!("the owner of {} has expired", letter(number)),
             Action::Restart(number) => format!("{} has lost its life, and starts again", client(number)),
             Action::Die(number) => format!("{} dies", client(number)),
@@ -529,6 +549,7 @@ impl Model for Slots {
 }
 
 const FOUND_DONE: &str = "a late begin finds it done";
+const FOUND_SETTLED: &str = "a late begin finds it settled and pruned";
 const RECOVERED: &str = "a slot is recovered from a dead owner";
 const IN_PROGRESS: &str = "a begin finds somebody at it";
 const REFUSED: &str = "a stale completion is refused";
