@@ -8,7 +8,8 @@
 //! A hold lasts from the answer that granted it until the last moment at which somebody relied on it: as long as the
 //! last "yes" of `is_held` said that it would last, unless it was given back before; and until the COMMIT of the last
 //! fenced transaction under it was sent, if that committed. A hold may have begun before its answer and have been
-//! believed in longer than anybody looked, so what is counted here is the least: there are no false alarms.
+//! believed in longer than anybody looked, so what is counted here is the least: there are no false alarms. Nor is it
+//! one if nobody relied on it after its answer: a process may stand still just before that, and know when it goes on.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -31,6 +32,9 @@ pub(crate) fn judge(steps: &[Step], report: &mut Report) {
         let (rule, limit) = if name.starts_with(ELECTION) { ("I8", 1) } else { ("I14", i64::from(PERMITS)) };
         for hold in &holds {
             report.judged(rule);
+            if hold.until <= hold.from {
+                continue;
+            }
             // Whoever else held at the moment of this answer.
             let beside: Vec<&Hold> = holds
                 .iter()

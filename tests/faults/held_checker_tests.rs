@@ -85,18 +85,30 @@ fn a_term_that_begins_while_another_is_believed_in_breaks_i8() {
     story.grant(1, 10, 1, 100);
     story.yes(1, 10, 150, 60);
     story.grant(2, 11, 1, 200);
+    story.yes(2, 11, 205, 60);
     assert_eq!(story.judge(), ([1, 0], 2));
     let mut story = terms();
     story.grant(1, 10, 1, 100);
     story.grant(2, 11, 1, 200);
     story.yes(1, 10, 201, 0);
+    story.yes(2, 11, 205, 60);
     assert_eq!(story.judge(), ([1, 0], 2), "a stale yes");
     // In whatever order their numbers are.
     let mut story = terms();
     story.grant(1, 11, 1, 100);
     story.yes(1, 11, 190, 20);
     story.grant(2, 10, 1, 200);
+    story.yes(2, 10, 205, 60);
     assert_eq!(story.judge(), ([1, 0], 2));
+}
+
+#[test]
+fn an_answer_that_came_too_late_and_that_nobody_relied_on_breaks_nothing() {
+    let mut story = terms();
+    story.grant(2, 11, 1, 190);
+    story.yes(2, 11, 195, 60);
+    story.grant(1, 10, 1, 200);
+    assert_eq!(story.judge(), ([0, 0], 2));
 }
 
 #[test]
@@ -117,6 +129,7 @@ fn as_many_as_there_are_break_nothing_and_one_more_breaks_i14() {
         story.grant(1, 10, 2, 100);
         story.yes(1, 10, 110, 500);
         story.grant(2, 11, last, 200);
+        story.yes(2, 11, 205, 60);
         assert_eq!(story.judge(), ([0, broken], 2), "{last}");
     }
     let mut story = permits();
@@ -126,6 +139,7 @@ fn as_many_as_there_are_break_nothing_and_one_more_breaks_i14() {
     }
     story.end(1, 10, 150);
     story.grant(4, 13, 1, 160);
+    story.yes(4, 13, 165, 60);
     assert_eq!(story.judge(), ([0, 0], 4), "one was given back");
 }
 
@@ -137,6 +151,7 @@ fn a_write_that_committed_was_in_use_until_its_commit() {
         story.yes(1, 10, 110, 20);
         story.wrote(1, 10, 220, end);
         story.grant(2, 11, 1, 200);
+        story.yes(2, 11, 205, 60);
         assert_eq!(story.judge(), ([0, broken], 2));
     }
 }
