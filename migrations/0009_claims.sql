@@ -217,6 +217,7 @@ BEGIN
             v_ours := FOUND;
             IF v_ours THEN
                 v_claim := v_locked;
+                v_found := true;
                 EXIT;
             END IF;
             -- Somebody is at it; or it has just been pruned, and is made anew.

@@ -251,6 +251,24 @@ async fn another_request_under_the_same_key_is_a_mismatch_at_any_time() {
     let stored: String =
         sqlx::query_scalar("SELECT fingerprint FROM fencepost.claims").fetch_one(&pool).await.unwrap();
     assert!(stored.len() == 64 && !stored.contains("cents"), "a digest, not the request");
+    // Also if both are the first.
+    let a = owner_id(&pool, "a").await;
+    let begin = "SELECT outcome FROM fencepost.claim_begin('raced', $1, gen_random_uuid(), $2)";
+    let mut first = pool.begin().await.unwrap();
+    let fresh: String = sqlx::query_scalar(begin).bind(a).bind("one").fetch_one(&mut *first).await.unwrap();
+    let waiting = tokio::spawn({
+        let pool = pool.clone();
+        async move { sqlx::query_scalar::<_, String>(begin).bind(a).bind("another").fetch_one(&pool).await }
+    });
+    until_true(
+        &pool,
+        "it waits",
+        "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock')",
+    )
+    .await;
+    first.commit().await.unwrap();
+    let other = within("the other begin", waiting).await.unwrap().unwrap();
+    assert_eq!((fresh.as_str(), other.as_str()), ("fresh", "mismatch"));
 }
 
 // C32: whoever comes back late cannot end the attempt of another one, and what it wrote goes with it.
