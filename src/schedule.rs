@@ -324,7 +324,7 @@ impl Schedule {
             if !is_done {
                 all_done = false;
                 looked.look_again = looked.look_again.min(SOON);
-                if may_run && alone.is_some() {
+                if may_run && alone.as_ref().is_some_and(Alone::counts) {
                     break;
                 }
             }
@@ -392,12 +392,18 @@ fn own_clock() -> DateTime<Utc> {
 struct Alone(Arc<HeldLease>);
 
 impl Alone {
+    /// After it has been had, too.
+    #[expect(clippy::unused_self, reason = "it is a mistake if this one does not")]
+    fn counts(&self) -> bool {
+        !Mistake::AsksForTheLeaseOnce.is_made()
+    }
+
     fn is_lost(&self) -> bool {
-        !Mistake::AsksForTheLeaseOnce.is_made() && !self.0.is_held()
+        self.counts() && !self.0.is_held()
     }
 
     fn of_a_slot(&self) -> Option<Arc<HeldLease>> {
-        (!Mistake::AsksForTheLeaseOnce.is_made()).then(|| Arc::clone(&self.0))
+        self.counts().then(|| Arc::clone(&self.0))
     }
 }
 
