@@ -282,7 +282,8 @@ async fn inject(
 
 /// What has not happened yet of what has to.
 pub(crate) fn wanted(cell: &Cell, faults: &BTreeMap<&'static str, u64>) -> Vec<&'static str> {
-    let pauses: &[&str] = &["paused in an unfenced write", "paused in a fenced transaction"];
+    let mostly = if cell.fades_out() { "faded out" } else { "paused in an unfenced write" };
+    let pauses: &[&str] = &[mostly, "paused in a fenced transaction"];
     let mut wanted: Vec<&str> = if cell.pauses { pauses.to_vec() } else { Vec::new() };
     if cell.mode == Mode::Slot {
         wanted.extend(["paused completing a claim", "paused between two slots"]);
