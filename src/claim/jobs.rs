@@ -94,12 +94,10 @@ async fn next(owner: Owner, kind: LockName, limit: usize) -> Result<Vec<Attempt>
 
 async fn once(owner: &Owner, kind: &LockName, life: &Arc<Life>, limit: usize) -> Result<Vec<Attempt>> {
     let grants = &owner.shared().grants;
-    let announce = || (0..limit).map(|_| grants.announce()).collect::<Vec<GrantId>>();
-    // Asked again under other ids: what the first call claims, perhaps only later, is not taken for what the second does.
-    let (first, again) = (announce(), announce());
-    let asked = ask(owner, kind, life, &first, &again).await;
+    let mut announced = Vec::new();
+    let asked = ask(owner, kind, life, limit, &mut announced).await;
     let claimed: HashSet<GrantId> = asked.iter().flatten().map(|attempt| attempt.grant().id).collect();
-    for id in first.iter().chain(&again).filter(|id| !claimed.contains(id)) {
+    for id in announced.iter().filter(|id| !claimed.contains(id)) {
         grants.forget(*id);
     }
     if asked.is_err() {
@@ -114,17 +112,20 @@ async fn ask(
     owner: &Owner,
     kind: &LockName,
     life: &Arc<Life>,
-    first: &[GrantId],
-    again: &[GrantId],
+    limit: usize,
+    announced: &mut Vec<GrantId>,
 ) -> Result<Vec<Attempt>> {
     const STEP: &str = "claiming jobs";
-    let call = |ids: &[GrantId]| {
-        let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
-        let args = [text(kind), Arg::Uuid(life.id()), Arg::Text(format!("{{{}}}", ids.join(",")))];
+    // Asked again under other ids each time: what a call claims whose answer is lost, perhaps only later, is not taken
+    // for what the next one does, and can be told from it.
+    let call = || {
+        let ids: Vec<GrantId> = (0..limit).map(|_| owner.shared().grants.announce()).collect();
+        let list: Vec<String> = ids.iter().map(ToString::to_string).collect();
+        announced.extend(ids);
+        let args = [text(kind), Arg::Uuid(life.id()), Arg::Text(format!("{{{}}}", list.join(",")))];
         Call::new(sql::NEXT, args)
     };
-    let (first_call, again_call) = (call(first), call(again));
-    let rows = owner.shared().statements.call_until_answered(STEP, &first_call, &again_call).await?;
+    let rows = owner.shared().statements.call_anew_until_answered(STEP, call).await?;
     // The ids were given in the order in which the jobs are due; the rows come in any.
     let mut claimed = HashMap::new();
     for row in &rows {
@@ -137,5 +138,5 @@ async fn ask(
         let (id, attempt) = read().map_err(|source| Error::database(STEP, source))?;
         claimed.insert(id, attempt);
     }
-    Ok(first.iter().chain(again).filter_map(|id| claimed.remove(id)).collect())
+    Ok(announced.iter().filter_map(|id| claimed.remove(id)).collect())
 }

@@ -185,22 +185,39 @@ impl Statements {
         first: &Call,
         again: &Call,
     ) -> Result<Vec<PgRow>> {
+        let differ = !std::ptr::eq(first, again);
+        self.until_answered(step, differ, |sent| if sent { again.clone() } else { first.clone() }).await
+    }
+
+    /// The same with another call each time: what an attempt came to whose answer is lost is not asked for again.
+    pub(crate) async fn call_anew_until_answered(
+        &self,
+        step: &'static str,
+        mut call: impl FnMut() -> Call,
+    ) -> Result<Vec<PgRow>> {
+        self.until_answered(step, true, |_sent| call()).await
+    }
+
+    /// `call` is told whether an earlier attempt may have happened.
+    async fn until_answered(
+        &self,
+        step: &'static str,
+        differ: bool,
+        mut call: impl FnMut(bool) -> Call,
+    ) -> Result<Vec<PgRow>> {
         let start = Moment::now();
-        let (mut call, mut in_doubt, mut unheard) = (first, false, false);
+        let (mut next, mut in_doubt) = (call(false), false);
         let mut backoff = Backoff::new(Duration::from_millis(4), Duration::from_millis(250));
         let mut last = too_slow("waiting for a connection");
         loop {
             let left = start.after(self.source.bound).remaining();
             let mut sent = false;
-            let answer = timeout(left, self.call(call, &mut sent)).await;
-            if sent {
-                (call, in_doubt) = (again, true);
-            }
+            let answer = timeout(left, self.call(&next, &mut sent)).await;
             match answer {
                 Ok(Ok(rows)) => {
                     // Another question was answered than the one whose answer is lost: what became of that is to be
                     // looked up once more, since a look meanwhile was too early.
-                    if unheard && !std::ptr::eq(first, again) {
+                    if in_doubt && differ {
                         self.doubt();
                     }
                     return Ok(rows);
@@ -210,7 +227,9 @@ impl Statements {
                 Err(_elapsed) if sent => self.doubt(),
                 Err(_elapsed) => {}
             }
-            unheard |= sent;
+            if sent {
+                (next, in_doubt) = (call(true), true);
+            }
             let left = start.after(self.source.bound).remaining();
             if left.is_zero() {
                 return Err(if in_doubt {

@@ -41,8 +41,8 @@ struct State {
 }
 
 enum Cut {
-    /// A message that contains these bytes.
-    Message(Vec<u8>),
+    /// A message that contains these bytes, so many times.
+    Message(Vec<u8>, u32),
     /// The execution, prepared or not, of a statement whose text contains this.
     Execution(&'static str),
 }
@@ -91,7 +91,12 @@ impl Proxy {
 
     /// Swallows the answer to the next message that contains `text`, once.
     pub(crate) fn cut_answer_to(&self, text: impl AsRef<[u8]>) {
-        *self.state.cut.lock().unwrap() = Some(Cut::Message(text.as_ref().to_vec()));
+        self.cut_answers_to(text, 1);
+    }
+
+    /// Swallows the answers to the next so many messages that contain `text`.
+    pub(crate) fn cut_answers_to(&self, text: impl AsRef<[u8]>, times: u32) {
+        *self.state.cut.lock().unwrap() = Some(Cut::Message(text.as_ref().to_vec(), times));
     }
 
     /// Swallows the answer to the next execution of a statement whose text contains this, once.
@@ -194,11 +199,13 @@ async fn upward(
         let cut_now = {
             let mut cut = state.cut.lock().unwrap();
             let hit = cut.as_ref().is_some_and(|cut| match cut {
-                Cut::Message(bytes) => message.windows(bytes.len()).any(|part| part == bytes),
+                Cut::Message(bytes, _) => message.windows(bytes.len()).any(|part| part == bytes),
                 Cut::Execution(text) => statement.is_some_and(|statement| statement.contains(text)),
             });
-            if hit {
-                *cut = None;
+            match cut.as_mut() {
+                Some(Cut::Message(_, times)) if hit && *times > 1 => *times -= 1,
+                _ if hit => *cut = None,
+                _ => {}
             }
             hit
         };
