@@ -37,7 +37,7 @@ pub(crate) struct Cell {
     pub(crate) calm: bool,
     /// Invariants that are not promised here, with the reason.
     pub(crate) suspended: &'static [(&'static str, &'static str)],
-    /// What must have happened ten times at least, or nothing was shown.
+    /// What must have happened three times at least, or nothing was shown.
     pub(crate) needs: &'static [&'static str],
 }
 
@@ -61,7 +61,7 @@ impl Cell {
     }
 }
 
-/// Five processes try for three names, are paused, and nothing else happens.
+/// Six processes try for three names, are paused, and nothing else happens.
 const TRYING: Cell = Cell {
     name: "",
     how: "",
